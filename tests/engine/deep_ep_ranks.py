@@ -1,7 +1,8 @@
 """Ranks that run vLLM's own DeepEP classes over `kvlane.moe.deep_ep`, for test_moe_deep_ep.
 
-Started as `python deep_ep_ranks.py STORE`. Imports vLLM once and forks the ranks. Each runs all of `SCENARIOS` in their
-order; the last line of stdout is {scenario: what each rank says}, and a rank that has nothing to complain of says "".
+Started as `python deep_ep_ranks.py STORE DEVICE`, cpu or cuda: a fake GPU, with tensors of the host. Imports vLLM once
+and forks the ranks. Each runs all of `SCENARIOS` in their order; the last line of stdout is {scenario: what each rank
+says}, and a rank that has nothing to complain of says "".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fake_gpu_tensors
 import torch
 import torch.distributed as dist
 
@@ -366,8 +368,9 @@ def scales_of_fp8(rank: int, deep_ep: ModuleType) -> str:
 
 
 def lost(rank: int, deep_ep: ModuleType, say: Callable[[], None]) -> str:
-    """The last rank dies. The others' next call fails, and names it."""
+    """The last rank dies. The others' next call fails, and names it. On a GPU that is the one after the hook."""
     from kvlane.moe import RankLost
+    from kvlane.moe import deep_ep as ours
 
     buffer = low_latency_buffer(deep_ep)
     x, _, ids = inputs(rank, 0)
@@ -379,6 +382,8 @@ def lost(rank: int, deep_ep: ModuleType, say: Callable[[], None]) -> str:
     for _ in range(2):
         try:
             hook()
+            if ours._device_of(x) != "cpu":
+                buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
         except RankLost as error:
             told = str(error)
         else:
@@ -439,8 +444,12 @@ def provided() -> ModuleType:
     return deep_ep
 
 
-def run(rank: int, store: str, deep_ep: ModuleType, pipe: Connection) -> None:
+def run(rank: int, store: str, device: str, deep_ep: ModuleType, pipe: Connection) -> None:
     from kvlane.moe import deep_ep as ours
+
+    if device == "cuda":
+        fake_gpu_tensors.use()
+        setattr(ours, "_device_of", lambda _: "cuda")  # noqa: B010 - of a module
 
     said: dict[str, str] = {}
     try:
@@ -459,7 +468,7 @@ def run(rank: int, store: str, deep_ep: ModuleType, pipe: Connection) -> None:
     os._exit(0)
 
 
-def main(store: str) -> None:
+def main(store: str, device: str) -> None:
     deep_ep = provided()
     import vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht
     import vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll  # noqa: F401
@@ -469,7 +478,7 @@ def main(store: str) -> None:
     pipes = []
     for rank in range(RANKS):
         ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=run, args=(rank, store, deep_ep, theirs), daemon=True).start()
+        context.Process(target=run, args=(rank, store, device, deep_ep, theirs), daemon=True).start()
         theirs.close()
         pipes.append(ours)
     said = [pipe.recv() for pipe in pipes]
@@ -477,4 +486,4 @@ def main(store: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

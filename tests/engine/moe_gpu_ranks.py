@@ -1,7 +1,4 @@
-"""A rank on a fake GPU, for test_moe_gpu: moe_gpu_ranks.py RANK RANKS STORE WORK.
-
-A fake runs the kernels' own source on CPUs. Its memory is the host's, so tensors of the host stand for those of a GPU.
-"""
+"""A rank on a fake GPU, for test_moe_gpu: moe_gpu_ranks.py RANK RANKS STORE WORK."""
 
 from __future__ import annotations
 
@@ -11,33 +8,19 @@ import sys
 import time
 from typing import Any
 
+import fake_gpu_tensors
 import torch
 import torch.distributed as dist
 
-from kvlane.moe import AllToAll, Group, MoeError, RankLost, Received, _gpu
+from kvlane.moe import AllToAll, Group, MoeError, RankLost, Received
 
 EXPERTS, TOP_K, HIDDEN, MOST = 10, 3, 64, 24
 
 
 def main(rank: int, ranks: int, store: str, work: str) -> None:
-    os.environ["KVLANE_GPU_DRIVER"] = "fake"
-    setattr(_gpu.GpuEnd, "_device_named", staticmethod(lambda *_: torch.device("cpu")))  # noqa: B010 - a class of ours
-    setattr(_gpu.GpuEnd, "_stream", lambda _: 0)  # noqa: B010
-    for name in ("dispatch", "send", "receive", "_combine"):
-        setattr(_gpu.GpuEnd, name, waited_for(getattr(_gpu.GpuEnd, name)))
+    fake_gpu_tensors.use()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     {"compare": compare, "killed": killed, "refused": refused}[work](rank, ranks)
-
-
-def waited_for(call: Any) -> Any:
-    """Memory of the host is given back while kernels run, which torch's memory of GPUs is not for their stream."""
-
-    def call_and_wait(end: Any, *arguments: Any) -> Any:
-        result = call(end, *arguments)
-        end._rank.synchronize()
-        return result
-
-    return call_and_wait
 
 
 def on_gpu(group: Group, **more: Any) -> AllToAll:

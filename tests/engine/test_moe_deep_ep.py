@@ -1,9 +1,11 @@
-"""vLLM's own classes for DeepEP over kvlane.moe.deep_ep, on CPU tensors: 4 processes and a reference of the layer."""
+"""vLLM's own classes for DeepEP over kvlane.moe.deep_ep, on CPU tensors: 4 processes and a reference of the layer. With
+cuda each has a fake GPU, which runs the kernels' own source on CPUs."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +17,15 @@ pytestmark = pytest.mark.old_vllm
 SCRIPT = Path(__file__).with_name("deep_ep_ranks.py")
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each rank says of each scenario. vLLM is imported once for all."""
+    if request.param == "cuda" and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler, so fake GPUs have no kernels")
     folder = tmp_path_factory.mktemp("deep_ep")
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder / "store")],
+        [sys.executable, str(SCRIPT), str(folder / "store"), request.param],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -36,6 +36,8 @@ class GpuEnd:
 
         self._sizes = sizes
         self._device = self._device_named(torch, device)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError("an all-to-all cannot be made while a graph is captured: make it before")
         self._held = len(range(*_experts_of(group, sizes)))
         noted = Noted(group)
         try:

@@ -411,7 +411,8 @@ class Buffer:
             channel = self._channel("normal", rows, scales, topk_idx, num_experts, int(most), rows.shape[-1])
             channel.make_room()
             sent = channel.ranks._send(rows, topk_idx, topk_weights, scales)
-            made = _Handle(channel, False, lambda: channel.ranks._receive(sent))
+            # Waits for a GPU: the caller gets as many rows as came.
+            made = _Handle(channel, False, lambda: channel.ranks._receive(sent).trimmed())
             got = made.receive()
         counts = [-(-count // expert_alignment) * expert_alignment for count in got.counts.tolist()]
         found = got.rows if scales is None else (got.rows, got.scales)
@@ -463,6 +464,7 @@ class Buffer:
         top_k = topk_idx.shape[1]
         key = (
             kind,
+            _device_of(rows),
             row_bytes,
             scale_bytes,
             top_k,
@@ -485,6 +487,7 @@ class Buffer:
             row_bytes=row_bytes,
             scale_bytes=scale_bytes,
             layout="masked" if kind == "low latency" else "tokens",
+            device=_device_of(rows),
             timeout=_TIMEOUT_S,
         )
         # Log: vLLM's DeepEP backend uses kvlane, for calls of these sizes. Once for each size.
@@ -536,6 +539,10 @@ class Buffer:
         due, self._due = self._due, []
         for rest in due:
             rest.run()
+
+
+def _device_of(rows: torch.Tensor) -> str:
+    return str(rows.device)
 
 
 def _to_fp8(x: torch.Tensor, is_rounded: bool, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
