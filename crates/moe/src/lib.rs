@@ -10,6 +10,7 @@
 //!   `layout`, the bytes of a rank's memory
 //! - edges: `heap`, memory that all ranks of a host map; [`join()`], how they find each other's; [`Rank`], the two operations;
 //!   `wait`, how a rank waits for another one, and learns that it has left
+//! - [`gpu`]: the same on GPUs, by kernels
 //!
 //! # The protocol
 //! A row has a slot in the receiver's memory that follows from the routing alone, and a word of its own. The sender writes the
