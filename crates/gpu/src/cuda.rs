@@ -118,6 +118,8 @@ struct Context {
     /// Modules and kernels by name.
     modules: HashMap<&'static str, u64>,
     kernels: HashMap<&'static CStr, u64>,
+    /// Shared memory that each kernel may have at most: the largest that any user of it asked for.
+    shared_bytes: HashMap<&'static CStr, u32>,
 }
 
 impl CudaDriver {
@@ -324,7 +326,13 @@ impl Driver for CudaDriver {
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, raw_device) };
         check("cuDevicePrimaryCtxRetain", retained)?;
         let raw = number(context);
-        let mut context = Context { opened: 1, raw, modules: HashMap::new(), kernels: HashMap::new() };
+        let mut context = Context {
+            opened: 1,
+            raw,
+            modules: HashMap::new(),
+            kernels: HashMap::new(),
+            shared_bytes: HashMap::new(),
+        };
         let loaded = Current::new(raw).and_then(|_current| {
             check_same_address(raw_device)?;
             context.load(raw_device, &COPY)
@@ -705,10 +713,13 @@ impl Driver for CudaDriver {
         let raw_device = device_handle(device)?;
         let function: sys::CUfunction = handle(context.load(raw_device, kernel)?);
         let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let largest = context.shared_bytes.entry(kernel.entry).or_default();
+        *largest = shared_bytes.max(*largest);
+        let most = *largest as c_int;
         let mut each = 0;
         // SAFETY: the function is of a module that is loaded, and the pointer is valid.
         unsafe {
-            check("cuFuncSetAttribute", sys::cuFuncSetAttribute(function, dynamic, shared_bytes as c_int))?;
+            check("cuFuncSetAttribute", sys::cuFuncSetAttribute(function, dynamic, most))?;
             let (threads, shared) = (kernel.threads as c_int, shared_bytes as usize);
             let found =
                 sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut each, function, threads, shared);

@@ -265,7 +265,7 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
 
 template <NumberKind kind>
 DEVICE void combine(const Parameters& p) {
-    if (has_failed(p)) return;
+    if (has_block_failed(p)) return;
     const u64 number = load_once(p.number);
     const Role role(p);
     if ((p.phases & kReceive) && block() == 0 && thread() == 0) add_global(p.stats + kCombines, 1);

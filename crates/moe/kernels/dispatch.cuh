@@ -92,13 +92,15 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
     block_sync();
     if (thread() < kWarp) {
         const u32 each = (here + kWarp - 1) / kWarp, begin = thread() * each, end = least(begin + each, here);
-        u32 sum = 0;
+        u32 sum = 0, most = 0;
         for (u32 expert = begin; expert < end; ++expert) {
             u32 count = 0;
             for (u32 source = 0; source < p.ranks; ++source) count += arrivals.counts[source * words + expert];
             sum += round_up(count, p.alignment);
+            if (count > most) most = count;
         }
-        u32 start = sum_below(sum);
+        const u32 before = sum_below(sum);
+        u32 start = before;
         for (u32 expert = begin; expert < end; ++expert) {
             if (p.arrangement == kMasked) start = expert * p.capacity;
             u32 at = start;
@@ -109,24 +111,21 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             if (is_first) {
                 p.out_counts[expert] = static_cast<i32>(at - start);
                 if (p.arrangement != kTokens && p.out_starts != nullptr) p.out_starts[expert] = static_cast<i32>(start);
-                const u32 end_of_room = p.arrangement == kMasked ? start + p.capacity : p.capacity;
-                const u32 needed = p.arrangement == kMasked ? at - start : round_up(at, p.alignment);
-                if (p.arrangement != kTokens && round_up(at, p.arrangement == kMasked ? 1 : p.alignment) > end_of_room) {
-                    fail(p, kCapacity, p.rank, kCounts, needed);
-                }
             }
-            start = start + round_up(at - start, p.alignment);
+            start += round_up(at - start, p.alignment);
         }
-    }
-    if (thread() == 0) {
-        u32 before = 0;
+        u32 slots = 0;
         for (u32 source = 0; source < p.ranks; ++source) {
-            arrivals.firsts[source] = before;
-            before += arrivals.counts[source * words + p.experts_a_rank];
+            if (thread() == 0) arrivals.firsts[source] = slots;
+            slots += arrivals.counts[source * words + p.experts_a_rank];
         }
-        if (is_first && p.arrangement == kTokens) {
-            p.out_starts[0] = static_cast<i32>(before);
-            if (before > p.capacity) fail(p, kCapacity, p.rank, kCounts, before);
+        // Rows for which there has to be room. Every block finds the same.
+        const u32 needed = p.arrangement == kExperts   ? of_last_lane(before + sum)
+                           : p.arrangement == kMasked ? greatest_of_warp(most)
+                                                      : slots;
+        if (thread() == 0) {
+            if (is_first && p.arrangement == kTokens) p.out_starts[0] = static_cast<i32>(slots);
+            if (needed > p.capacity) fail(p, kCapacity, p.rank, kCounts, needed);
         }
     }
     if (is_first) {
@@ -134,8 +133,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             p.received[source] = arrivals.counts[source * words + p.experts_a_rank];
         }
     }
-    block_sync();
-    return !has_failed(p);
+    return !has_block_failed(p);
 }
 
 // The position of a row of which a source says this, kNowhere if it is not for an expert here.
@@ -208,8 +206,9 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
                 position = k == 0 ? at : kNowhere;
             }
             const u32 room = p.arrangement == kMasked ? (expert + 1) * p.capacity : p.capacity;
+            // The counts said that there is room.
             if (position != kNowhere && position >= room) {
-                fail(p, kCapacity, p.rank, kRows, position + 1);
+                fail(p, kNonsense, source, kRows, position);
                 position = kNowhere;
             }
             positions[k] = position;

@@ -30,6 +30,9 @@ DEVICE void block_sync() { __syncthreads(); }
 // Barrier 0 is the block's.
 DEVICE void group_sync(u32 group, u32 size) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(size) : "memory"); }
 
+// Whether that is so for any thread of the block, which all reach this.
+DEVICE bool any_of_block(bool is_so) { return __syncthreads_or(is_so); }
+
 DEVICE u32 bits_of(u32 word) { return __popc(word); }
 DEVICE u32 lowest_bit(u32 word) { return __ffs(word) - 1; }
 DEVICE void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
@@ -47,6 +50,15 @@ DEVICE u32 sum_below(u32 value) {
         sum += threadIdx.x % kWarp >= step ? other : 0;
     }
     return sum - value;
+}
+
+// The greatest value of a warp.
+DEVICE u32 greatest_of_warp(u32 value) {
+    for (u32 step = kWarp / 2; step > 0; step /= 2) {
+        const u32 other = __shfl_xor_sync(~0u, value, step);
+        value = other > value ? other : value;
+    }
+    return value;
 }
 
 // One value of a warp, of its last lane.
@@ -155,6 +167,8 @@ DEVICE u32 blocks() { return all_blocks; }
 DEVICE void block_sync() {}
 DEVICE void group_sync(u32, u32) {}
 
+DEVICE bool any_of_block(bool is_so) { return is_so; }
+
 DEVICE u32 bits_of(u32 word) { return static_cast<u32>(__builtin_popcount(word)); }
 DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__builtin_ctz(word)); }
 DEVICE void or_shared(u32* word, u32 bits) { *word |= bits; }
@@ -165,6 +179,7 @@ DEVICE bool claim(u32* word, u32 value) {
 }
 DEVICE void add_global(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
 DEVICE u32 sum_below(u32) { return 0; }
+DEVICE u32 greatest_of_warp(u32 value) { return value; }
 DEVICE u32 of_last_lane(u32 value) { return value; }
 
 template <typename T>

@@ -13,7 +13,7 @@
 // Blocks of experts, then a block for each rank.
 KERNEL(kvlane_moe_plan, kThreads, 1) {
     SHARED_MEMORY;
-    if (has_failed(p)) return;
+    if (has_block_failed(p)) return;
     const Plan plan = plan_of_scratch(p);
     const u32 blocks_of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
     u32* bits = reinterpret_cast<u32*>(shared_memory);
@@ -30,12 +30,12 @@ KERNEL(kvlane_moe_plan, kThreads, 1) {
 KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     SHARED_MEMORY;
     const u64 number = next_number(p);
-    if (has_failed(p)) return;
+    if (has_block_failed(p)) return;
     const Role role(p);
     Plan plan = plan_of_scratch(p);
     if (p.plan_bytes > 0 && (p.phases & kSend)) plan = plan_for_itself(p, shared_memory, block() == 0);
     // A wrong id is known before anything is sent.
-    if (has_failed(p)) return;
+    if (has_block_failed(p)) return;
     if (role.sends) {
         if (block() == 0 && thread() == 0) *p.number = number;
         send_rows(p, plan, number, role.of_senders, role.senders);

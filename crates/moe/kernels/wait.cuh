@@ -17,6 +17,9 @@ DEVICE void fail(const Parameters& p, Failure failure, u32 rank, u32 waited, u64
 
 DEVICE bool has_failed(const Parameters& p) { return load_once(p.failed) != kNone; }
 
+// The same for all threads of a block: they leave together, or meet at all barriers that follow.
+DEVICE bool has_block_failed(const Parameters& p) { return any_of_block(has_failed(p)); }
+
 // Waits for a word of this rank's memory. Each 256 looks it looks whether there is an end to that.
 template <typename Compare>
 DEVICE bool wait(const Parameters& p, const u64* word, u32 from, Waited waited, u64* value, Compare compare) {

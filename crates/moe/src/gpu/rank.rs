@@ -353,10 +353,12 @@ impl GpuRank {
         if self.placed != self.dispatched {
             return Err(self.watch.fail(MoeError::GivenUp));
         }
-        let Some(slot) = (0..OPEN).find(|slot| self.open[*slot].strong_count() == 0) else {
+        // Words are those of even and odd dispatches, so the second one after a dispatch needs that to be over.
+        let slot = (self.dispatched & 1) as usize;
+        if self.open[slot].strong_count() > 0 {
             let why = "two dispatches are neither combined nor given up";
             return Err(MoeError::BadInput(why.into()));
-        };
+        }
         let unplaced = Arc::new(());
         let open = Arc::new(());
         let mut dispatched = Dispatched {
@@ -581,11 +583,11 @@ impl GpuRank {
 
 impl Drop for GpuRank {
     fn drop(&mut self) {
-        self.watch.end_waits();
-        // Kernels of this rank still write into the memory of others, which is unmapped after this. A failure of the GPU has
-        // ended them.
         let (driver, device) = self.gpu.raw();
+        // Work that was launched still counts, here and for the others. It ends by the timeout at the latest. A failure of the GPU
+        // has ended it.
         let _ = driver.synchronize(device);
+        self.watch.end_waits();
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvlane_moe::gpu::{Phases, join_on_gpu};
-use kvlane_moe::{MoeError, Phase, Shape, join};
+use kvlane_moe::{MoeError, Phase, RowLayout, Shape, join};
 
 use crate::host::{Host, OnGpu, join_all, options, random_given, small};
 
@@ -98,16 +98,26 @@ fn more_rows_than_there_is_room_for_are_told_with_their_number() {
     if !host.has_kernels() {
         return;
     }
-    let shape = Shape { alignment: 1, ..small(1) };
-    let mut given = random_given(&shape, 1);
-    given[0].ids = vec![0; 30];
-    (given[0].rows, given[0].scales) = (vec![1; 10 * 64], vec![1; 10 * 8]);
-    given[0].weights = vec![1.0; 30];
-    let mut rank = host.join_with_capacity(&shape, 29).remove(0);
-    let sent = rank.send(&given[0], Phases::Both);
-    let found = failure(&rank);
-    assert_eq!(found, MoeError::TooManyRows { needed: 30, capacity: 29 });
-    drop(sent);
+    let capacity = 8;
+    for (layout, needed) in
+        [(RowLayout::Experts, 36), (RowLayout::Masked { capacity }, 20), (RowLayout::Tokens, 10)]
+    {
+        let alignment = if layout == RowLayout::Experts { 4 } else { 1 };
+        let shape = Shape { alignment, layout, ..small(1) };
+        let mut given = random_given(&shape, 1);
+        // Of ten tokens 20 pairs want expert 0, 5 expert 3, and 5 expert 9.
+        given[0].ids = (0..10).flat_map(|token| [0, 0, if token % 2 == 0 { 3 } else { 9 }]).collect();
+        (given[0].rows, given[0].scales) = (vec![1; 10 * 64], vec![1; 10 * 8]);
+        given[0].weights = vec![1.0; 30];
+        let mut rank = host.join_with_capacity(&shape, capacity).remove(0);
+        let sent = rank.send(&given[0], Phases::Both);
+        let wanted = match layout {
+            RowLayout::Masked { .. } => MoeError::OverCapacity { rank: 0, needed: 20, capacity },
+            _ => MoeError::TooManyRows { needed, capacity },
+        };
+        assert_eq!(failure(&rank), wanted);
+        drop(sent);
+    }
 }
 
 #[test]

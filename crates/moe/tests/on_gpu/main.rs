@@ -125,9 +125,14 @@ fn two_dispatches_are_open_at_a_time_and_are_combined_in_any_order() {
                     if is_turned {
                         open.reverse();
                     }
-                    for (round, mut sent, rows) in open {
+                    for (nth, (round, mut sent, rows)) in open.into_iter().enumerate() {
                         let tokens = rank.send_back(&mut sent, &rows, Sum::Exact, Phases::Both);
                         assert!(rows.with(tokens) == wanted[rank.number][round], "round {round}");
+                        drop(sent);
+                        if is_turned && nth == 0 {
+                            // The words of the next one are those of the dispatch that is still open.
+                            assert!(rank.try_send(&rounds[0].1[rank.number], Phases::Send).is_err());
+                        }
                     }
                 }
             });
