@@ -34,11 +34,9 @@ class Ranks:
         """`rows`: room for those that come to a GPU, in other layouts than masked."""
         self.own = list(range(count))
         self.host = joined(Meeting(count, self.own, None), self.own, **sizes)
-        # All have to run at a time.
-        share = torch.cuda.get_device_properties(0).multi_processor_count // count
         more = {} if rows is None else {"capacity": rows}
         meeting = Meeting(count, self.own, None)
-        self.gpu = joined(meeting, self.own, device="cuda:0", num_sms=share, **sizes, **more)
+        self.gpu = joined(meeting, self.own, device="cuda:0", **sizes, **more)
         self.streams = [torch.cuda.Stream() for _ in self.own]
 
     def close(self) -> None:

@@ -195,9 +195,6 @@ def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any
     sizes: dict[str, Any] = {"layout": settings["layout"], "exact": settings["layout"] != "tokens"}
     if settings["layout"] == "experts":
         sizes["alignment"] = 128
-    if len(own) > 1:
-        # All ranks of a GPU have to run at a time.
-        sizes["num_sms"] = torch.cuda.get_device_properties(0).multi_processor_count // len(own)
     if settings["num_sms"] is not None:
         sizes["num_sms"] = settings["num_sms"]
     made = joined(

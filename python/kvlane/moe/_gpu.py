@@ -76,6 +76,13 @@ class GpuEnd:
 
         return torch.cuda.current_stream(self._device).cuda_stream
 
+    def _keep_for_current_stream(self, tensors: list[Any]) -> None:
+        """Torch gives their memory to nobody before what is enqueued now is done."""
+        import torch
+
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def nbytes(self) -> int:
         return self._rank.bytes()
 
@@ -120,14 +127,16 @@ class GpuEnd:
             dispatch = self._rank.dispatch(self._stream(), self._input(x, ids, weights, scales), None)
         without = None if scales is None else scales[:0]
         # Kernels read this rank's own rows when it receives.
-        held = (x, ids, weights, scales)
+        held = (self._stream(), [each for each in (x, ids, weights, scales) if each is not None])
         return Sent(x[:0], without, ids[:0], x.shape[0], weights is not None, dispatch, held)
 
     def receive(self, sent: Sent, rows: Any = None, scales: Any = None) -> Received:
         room = self._room(sent.x, sent.scales, rows, scales)
-        dispatch = sent.dispatch
+        dispatch, (stream, tensors) = sent.dispatch, sent.held
         with errors_of_core():
             self._rank.receive(self._stream(), dispatch, room.addresses())
+        if stream != self._stream():
+            self._keep_for_current_stream(tensors)
         return room.received(dispatch, sent.tokens, sent.has_weights)
 
     def combine(self, y: Any, received: Received, reduced: bool, weights: Any) -> Any:

@@ -13,7 +13,7 @@ use kvlane_gpu::{
 use super::kernels::{COMBINE_BF16, COMBINE_F16, COMBINE_F32, DISPATCH, PLAN};
 use super::limits::{GPU_EXPERTS_MAX, GPU_RANKS_MAX, GPU_TOKENS_MAX};
 use super::parameters::{Call, Offsets, Own, Parameters, RECEIVE, SEND, Scratch};
-use super::reach::{Reached, reach_all, tell};
+use super::reach::{Reached, reach_all, sharing, tell};
 use super::schedule::{self, Schedule};
 use super::scratch::sections;
 use super::watch::Watch;
@@ -35,7 +35,7 @@ pub struct GpuOptions {
     pub capacity: usize,
     /// Whether combine may be exact. Without it each rank takes less memory.
     pub is_exact: bool,
-    /// Most multiprocessors that a launch takes; None: all.
+    /// Most multiprocessors that a launch takes; None: all, or this rank's share if several ranks are on the GPU.
     pub multiprocessors: Option<u32>,
     /// Longest wait of a kernel for a rank.
     pub timeout: Duration,
@@ -166,12 +166,12 @@ pub fn join_on_gpu(
     let kind = Kind::Gpu { is_exact: options.is_exact };
     let attach = |memory: Arc<DeviceMemory>, peers: &crate::heap::Peers| {
         let reached = reach_all(gpu, peers, memory.bytes())?;
-        Ok((memory, reached))
+        Ok((memory, reached, sharing(gpu, peers)))
     };
     let met = meet_all(shape, rank, kind, all_gather, part, attach)?;
-    let (memory, reached) = met.with;
+    let (memory, reached, sharing) = met.with;
     let watch = Watch::start(gpu, met.heap, met.peers, options.timeout, shape, options.capacity)?;
-    GpuRank::new(shape, rank, gpu, options, &met.layout, watch, reached, memory)
+    GpuRank::new(shape, rank, gpu, options, &met.layout, watch, reached, memory, sharing)
 }
 
 /// Sizes that kernels can hold.
@@ -209,12 +209,15 @@ impl GpuRank {
         watch: Watch,
         reached: Vec<Option<Reached>>,
         memory: Arc<DeviceMemory>,
+        sharing: u32,
     ) -> Result<GpuRank, MoeError> {
         let (driver, device) = gpu.raw();
         let load = |kernel: &'static Kernel, shared: u32| {
             let Residency { each, multiprocessors } =
                 driver.load_kernel(device, kernel, shared).map_err(MoeError::of_gpu)?;
-            let taken = options.multiprocessors.map_or(multiprocessors, |most| most.min(multiprocessors));
+            // Those of all ranks of a GPU have to run at a time.
+            let share = multiprocessors / sharing;
+            let taken = options.multiprocessors.map_or(share, |most| most.min(share));
             if each * taken == 0 {
                 let name = kernel.entry.to_string_lossy();
                 let why = format!("{name} gets no multiprocessor with {shared} bytes of shared memory");

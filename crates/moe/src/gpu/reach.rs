@@ -55,6 +55,12 @@ pub(super) fn tell(gpu: &Gpu, memory: &Arc<DeviceMemory>) -> Result<Vec<u8>, Gpu
     Ok(told)
 }
 
+/// How many ranks, this one among them, have their memory on this GPU.
+pub(super) fn sharing(gpu: &Gpu, peers: &Peers) -> u32 {
+    let there = peers.iter().flatten().filter(|(heap, _)| read(heap).2.device_uuid == gpu.info().uuid);
+    there.count() as u32 + 1
+}
+
 /// Reaches the memory of all peers, of `bytes` bytes each; None for this rank.
 ///
 /// # Errors
