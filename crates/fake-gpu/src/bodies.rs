@@ -36,9 +36,12 @@ mod moe {
     unsafe extern "C" {
         pub(super) fn kvlane_moe_plan_on_a_cpu(parameters: *const c_void, blocks: u32);
         pub(super) fn kvlane_moe_dispatch_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_combine_bf16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_combine_f16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_combine_f32_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_exact_bf16_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_exact_f16_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_exact_f32_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_bf16_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_f16_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_f32_on_a_cpu(parameters: *const c_void, blocks: u32);
     }
 }
 
@@ -48,9 +51,12 @@ pub(super) fn body_of(entry: &CStr) -> Option<Body> {
     Some(Body(match entry.to_bytes() {
         b"kvlane_moe_plan" => moe::kvlane_moe_plan_on_a_cpu,
         b"kvlane_moe_dispatch" => moe::kvlane_moe_dispatch_on_a_cpu,
-        b"kvlane_moe_combine_bf16" => moe::kvlane_moe_combine_bf16_on_a_cpu,
-        b"kvlane_moe_combine_f16" => moe::kvlane_moe_combine_f16_on_a_cpu,
-        b"kvlane_moe_combine_f32" => moe::kvlane_moe_combine_f32_on_a_cpu,
+        b"kvlane_moe_exact_bf16" => moe::kvlane_moe_exact_bf16_on_a_cpu,
+        b"kvlane_moe_exact_f16" => moe::kvlane_moe_exact_f16_on_a_cpu,
+        b"kvlane_moe_exact_f32" => moe::kvlane_moe_exact_f32_on_a_cpu,
+        b"kvlane_moe_reduced_bf16" => moe::kvlane_moe_reduced_bf16_on_a_cpu,
+        b"kvlane_moe_reduced_f16" => moe::kvlane_moe_reduced_f16_on_a_cpu,
+        b"kvlane_moe_reduced_f32" => moe::kvlane_moe_reduced_f32_on_a_cpu,
         _ => return None,
     }))
 }

@@ -121,11 +121,10 @@ struct Back {
     }
 };
 
-template <NumberKind kind>
+template <NumberKind kind, bool is_exact>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
-    const Group group(p, of_role, in_role);
-    const bool is_exact = p.sum_kind == kExact;
+    const Group group(p.send_group, of_role, in_role);
     const u32 each = is_exact ? p.top_k : 1, units = p.sum_bytes / kUnit;
     u32 most = 0;
     for (u32 source = 0; source < p.ranks; ++source) {
@@ -169,108 +168,128 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
     }
 }
 
-// Sums up this rank's tokens. A token's row is cut into `parts`, so that few tokens keep all blocks busy.
-template <NumberKind kind>
+// Waits until all rows of a token are there. Each thread waits for some.
+template <bool is_exact>
+DEVICE void wait_for_sums(const Parameters& p, const Group& group, u64 number, u32 token) {
+    for (u32 i = group.lane; i < (is_exact ? p.top_k : p.ranks); i += group.size) {
+        if (is_exact) {
+            const i32 expert = p.expert[token * p.top_k + i];
+            const u32 rank = static_cast<u32>(expert) / p.experts_a_rank;
+            if (expert < 0 || rank == p.rank) continue;
+            const u64 offset = p.pair_words + pair_index(p, number, token, i) * sizeof(u64);
+            wait_for_row(p, word_at(p, p.rank, offset), rank, kSums, number);
+        } else {
+            const u32 slot = p.slot[token * p.ranks + i];
+            if (slot == kNowhere || i == p.rank) continue;
+            const u64 offset = p.sum_words + slot_index(p, number, i, slot) * sizeof(u64);
+            wait_for_row(p, word_at(p, p.rank, offset), i, kSums, number);
+        }
+    }
+}
+
+// A row that goes into a token's sum. None: `from` is null.
+struct Part {
+    const char* from;
+    float weight;
+    // The sum over this rank's experts, which is no row.
+    bool is_own_sum;
+};
+
+template <bool is_exact>
+DEVICE Part part_of(const Parameters& p, u64 number, u32 token, u32 own, u32 index) {
+    Part part{nullptr, 0, false};
+    if (is_exact) {
+        if (index >= p.top_k) return part;
+        const u32 pair = token * p.top_k + index;
+        const i32 expert = p.expert[pair];
+        if (expert < 0) return part;
+        part.weight = p.own_weights[pair];
+        if (static_cast<u32>(expert) / p.experts_a_rank != p.rank) {
+            part.from = p.heap[p.rank] + p.pairs + pair_index(p, number, token, index) * p.sum_stride;
+            return part;
+        }
+        const i32 position = p.positions[(static_cast<u64>(p.rank) * p.max_tokens + own) * p.top_k + index];
+        if (position >= 0) part.from = p.y + static_cast<u64>(position) * p.sum_bytes;
+        return part;
+    }
+    if (index >= p.ranks) return part;
+    const u32 slot = p.slot[token * p.ranks + index];
+    if (slot == kNowhere) return part;
+    part.from = p.heap[p.rank] + p.sums + slot_index(p, number, index, slot) * p.sum_stride;
+    part.is_own_sum = index == p.rank;
+    return part;
+}
+
+// Sums up this rank's tokens.
+template <NumberKind kind, bool is_exact>
 DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
-    const Group group(p, of_role, in_role);
-    const bool is_exact = p.sum_kind == kExact;
-    const u32 units = p.sum_bytes / kUnit, each = (units + p.parts - 1) / p.parts;
-    u32 waits = 0;
-    for (u32 task = group.first; task < p.tokens * p.parts; task += group.step) {
-        const u32 token = task / p.parts, begin = task % p.parts * each, end = least(begin + each, units);
+    const Group group(p.receive_group, of_role, in_role);
+    const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
+    // The sum over this rank's experts is made before the wait, if a thread holds all of its part of it.
+    const bool is_one_step = units <= kUnits * group.size;
+    for (u32 token = group.first; token < p.tokens; token += group.step) {
         const u32 own = p.slot[token * p.ranks + p.rank];
         const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
-        uint4 sum_of_own[kUnits];
-        const bool is_one_step = end - begin <= kUnits * group.size && begin < end;
-        // Before the wait.
-        if (!is_exact && own != kNowhere && is_one_step) {
-            sum_here<kind>(p, group, own_received, begin + group.lane, end, sum_of_own);
-        }
-        const u32 words = is_exact ? p.top_k : p.ranks;
-        for (u32 i = group.lane; i < words; i += group.size) {
-            if (is_exact) {
-                const i32 expert = p.expert[token * p.top_k + i];
-                const u32 rank = static_cast<u32>(expert) / p.experts_a_rank;
-                if (expert < 0 || rank == p.rank) continue;
-                const u64 pair = pair_index(p, number, token, i);
-                wait_for_row(p, word_at(p, p.rank, p.pair_words + pair * sizeof(u64)), rank, kSums, number);
-                waits += begin == 0;
-            } else {
-                const u32 slot = p.slot[token * p.ranks + i];
-                if (slot == kNowhere || i == p.rank) continue;
-                const u64 index = slot_index(p, number, i, slot);
-                wait_for_row(p, word_at(p, p.rank, p.sum_words + index * sizeof(u64)), i, kSums, number);
-                waits += begin == 0;
-            }
-        }
+        const bool has_own = !is_exact && own != kNowhere;
+        uint4 own_sum[kUnits];
+        if (has_own && is_one_step) sum_here<kind>(p, group, own_received, group.lane, units, own_sum);
+        wait_for_sums<is_exact>(p, group, number, token);
         group.sync();
         char* out = p.out + static_cast<u64>(token) * p.sum_bytes;
-        for (u32 first = begin + group.lane; first - group.lane < end; first += kUnits * group.size) {
+        for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
             float sums[kUnits][8];
             clear<kind>(sums);
-            if (!is_exact && own != kNowhere && !is_one_step) sum_here<kind>(p, group, own_received, first, end, sum_of_own);
-            const u32 rows = is_exact ? p.top_k : p.ranks;
-            for (u32 begin_of_rows = 0; begin_of_rows < rows; begin_of_rows += kRowsInFlight) {
-                const char* row[kRowsInFlight];
-                bool is_own[kRowsInFlight];
-                float weight[kRowsInFlight];
+            if (has_own && !is_one_step) sum_here<kind>(p, group, own_received, first, units, own_sum);
+            for (u32 begin = 0; begin < parts; begin += kRowsInFlight) {
+                Part part[kRowsInFlight];
                 uint4 loaded[kRowsInFlight][kUnits];
                 UNROLL
                 for (u32 u = 0; u < kRowsInFlight; ++u) {
-                    const u32 i = begin_of_rows + u;
-                    row[u] = nullptr;
-                    is_own[u] = false;
-                    weight[u] = 0;
-                    if (i >= rows) continue;
-                    if (is_exact) {
-                        const i32 expert = p.expert[token * p.top_k + i];
-                        if (expert < 0) continue;
-                        weight[u] = p.own_weights[token * p.top_k + i];
-                        const bool is_here = static_cast<u32>(expert) / p.experts_a_rank == p.rank;
-                        const i32 position = is_here ? p.positions[own_received * p.top_k + i] : 0;
-                        if (position < 0) continue;
-                        row[u] = is_here ? p.y + static_cast<u64>(position) * p.sum_bytes
-                                         : p.heap[p.rank] + p.pairs + pair_index(p, number, token, i) * p.sum_stride;
-                    } else {
-                        const u32 slot = p.slot[token * p.ranks + i];
-                        if (slot == kNowhere) continue;
-                        is_own[u] = i == p.rank;
-                        row[u] = p.heap[p.rank] + p.sums + slot_index(p, number, i, slot) * p.sum_stride;
-                    }
+                    part[u] = part_of<is_exact>(p, number, token, own, begin + u);
                     UNROLL
                     for (u32 j = 0; j < kUnits; ++j) {
                         const u32 unit = first + j * group.size;
-                        if (!is_own[u] && unit < end) loaded[u][j] = load_unit(row[u] + static_cast<u64>(unit) * kUnit);
+                        if (part[u].is_own_sum) {
+                            loaded[u][j] = own_sum[j];
+                        } else if (part[u].from != nullptr && unit < units) {
+                            loaded[u][j] = load_unit(part[u].from + static_cast<u64>(unit) * kUnit);
+                        }
                     }
                 }
                 UNROLL
                 for (u32 u = 0; u < kRowsInFlight; ++u) {
-                    if (row[u] == nullptr) continue;
+                    if (part[u].from == nullptr) continue;
                     UNROLL
-                    for (u32 j = 0; j < kUnits; ++j) {
-                        if (first + j * group.size >= end) continue;
-                        Number<kind>::add(sums[j], is_own[u] ? sum_of_own[j] : loaded[u][j], weight[u], is_exact);
-                    }
+                    for (u32 j = 0; j < kUnits; ++j) Number<kind>::add(sums[j], loaded[u][j], part[u].weight, is_exact);
                 }
             }
             UNROLL
             for (u32 j = 0; j < kUnits; ++j) {
                 const u32 unit = first + j * group.size;
-                if (unit < end) store_unit(out + static_cast<u64>(unit) * kUnit, Number<kind>::round(sums[j]));
+                if (unit < units) store_unit(out + static_cast<u64>(unit) * kUnit, Number<kind>::round(sums[j]));
             }
         }
     }
-    if (waits > 0) add_global(p.stats + kRowsReceived, waits);
+    if (of_role == 0 && thread() < kWarp) {
+        // Rows that others sent back, by one warp: for each expert, or for each rank, of theirs.
+        u32 rows = 0;
+        for (u32 i = thread(); i < (is_exact ? p.experts : p.ranks); i += kWarp) {
+            const u32 rank = is_exact ? i / p.experts_a_rank : i;
+            if (rank != p.rank) rows += is_exact ? p.expert_counts[i] : p.sent[i];
+        }
+        const u32 all = of_last_lane(sum_below(rows) + rows);
+        if (thread() == 0 && all > 0) add_global(p.stats + kRowsReceived, all);
+    }
 }
 
-template <NumberKind kind>
+template <NumberKind kind, bool is_exact>
 DEVICE void combine(const Parameters& p) {
     if (has_block_failed(p)) return;
     const u64 number = load_once(p.number);
     const Role role(p);
     if ((p.phases & kReceive) && block() == 0 && thread() == 0) add_global(p.stats + kCombines, 1);
-    if (role.sends) send_back<kind>(p, number, role.of_senders, role.senders);
-    if (role.receives) sum_tokens<kind>(p, number, role.of_receivers, role.receivers);
+    if (role.sends) send_back<kind, is_exact>(p, number, role.of_senders, role.senders);
+    if (role.receives) sum_tokens<kind, is_exact>(p, number, role.of_receivers, role.receivers);
 }
 
 }  // namespace

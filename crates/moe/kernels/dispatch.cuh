@@ -10,20 +10,37 @@ namespace {
 // The weight of a pair of token and k. Without weights combine gets them.
 DEVICE float weight_of(const Parameters& p, u32 pair) { return p.weights == nullptr ? 0.f : load_once(p.weights + pair); }
 
-// What goes with a row: for each k the expert at that rank and the place, then the weights, then the token.
-DEVICE void describe(const Parameters& p, const Plan& plan, const Group& group, u32* rest, u32 rank, u32 token) {
-    for (u32 i = group.lane; i < 3 * p.top_k + 1; i += group.size) {
-        u32 value = token;
-        if (i < 2 * p.top_k) {
-            const u32 pair = token * p.top_k + i / 2;
-            const i32 expert = plan.expert[pair];
-            const bool is_there = expert >= 0 && static_cast<u32>(expert) / p.experts_a_rank == rank;
-            value = i % 2 == 0 ? (is_there ? static_cast<u32>(expert) % p.experts_a_rank : kNowhere)
-                               : (expert >= 0 ? plan.place[pair] : 0);
-        } else if (i < 3 * p.top_k) {
-            value = bits_of_float(weight_of(p, token * p.top_k + i - 2 * p.top_k));
-        }
-        rest[i] = value;
+// A number of what goes with a row: for each k the expert at that rank and the place, then the weights, then the token.
+DEVICE u32 description(const Parameters& p, const Plan& plan, u32 rank, u32 token, u32 index) {
+    if (index < 2 * p.top_k) {
+        const u32 pair = token * p.top_k + index / 2;
+        const i32 expert = plan.expert[pair];
+        if (index % 2 == 1) return expert >= 0 ? plan.place[pair] : 0;
+        const bool is_there = expert >= 0 && static_cast<u32>(expert) / p.experts_a_rank == rank;
+        return is_there ? static_cast<u32>(expert) % p.experts_a_rank : kNowhere;
+    }
+    return index < 3 * p.top_k ? bits_of_float(weight_of(p, token * p.top_k + index - 2 * p.top_k)) : token;
+}
+
+DEVICE void send_row(const Parameters& p, const Plan& plan, const Group& group, char* row, u32 rank, u32 token) {
+    const char* from = p.x + static_cast<u64>(token) * p.row_bytes;
+    const u32 count = p.row_bytes / kUnit, numbers = 3 * p.top_k + 1;
+    // All loads before the first store.
+    uint4 units[kInFlight];
+    load_units(group, units, from, group.lane, count);
+    u32 index = group.lane;
+    u32 number = index < numbers ? description(p, plan, rank, token, index) : 0;
+    copy_bytes(group, row + p.scales_at, p.scales + static_cast<u64>(token) * p.scale_bytes, p.scale_bytes);
+    store_units(group, units, row, group.lane, count);
+    for (u32 first = group.lane + kInFlight * group.size; first - group.lane < count; first += kInFlight * group.size) {
+        load_units(group, units, from, first, count);
+        store_units(group, units, row, first, count);
+    }
+    u32* rest = reinterpret_cast<u32*>(row + p.rest_at);
+    while (index < numbers) {
+        rest[index] = number;
+        index += group.size;
+        if (index < numbers) number = description(p, plan, rank, token, index);
     }
 }
 
@@ -37,10 +54,8 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_
             const u32 count = is_slots ? plan.sent[rank] : plan.counts[expert];
             store_relaxed(count_word(p, rank, number, p.rank, here), number << 32 | count);
         }
-        // Kept for combine.
-        for (u32 i = thread(); i < p.tokens * p.top_k; i += threads()) p.own_weights[i] = weight_of(p, i);
     }
-    const Group group(p, of_role, in_role);
+    const Group group(p.send_group, of_role, in_role);
     u32 most = 0;
     for (u32 rank = 0; rank < p.ranks; ++rank) {
         if (rank != p.rank && plan.sent[rank] > most) most = plan.sent[rank];
@@ -50,17 +65,20 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_
     for (u32 task = group.first; task < most * others; task += group.step) {
         const u32 rank = (p.rank + 1 + task % others) % p.ranks, slot = task / others;
         if (slot >= plan.sent[rank]) continue;
-        const u32 token = plan.list[rank * p.tokens + slot];
         const u64 index = slot_index(p, number, p.rank, slot);
         char* row = p.heap[rank] + p.rows + index * p.row_stride;
-        copy_row(group, row, p.x + static_cast<u64>(token) * p.row_bytes, p.row_bytes);
-        copy_bytes(group, row + p.scales_at, p.scales + static_cast<u64>(token) * p.scale_bytes, p.scale_bytes);
-        describe(p, plan, group, reinterpret_cast<u32*>(row + p.rest_at), rank, token);
+        send_row(p, plan, group, row, rank, plan.list[rank * p.tokens + slot]);
         group.sync();
         if (group.lane == 0) store_release(word_at(p, rank, p.row_words + index * sizeof(u64)), number);
         ++rows;
     }
     count_rows(p, group, kRowsSent, rows);
+    // Not the block that writes counts, for which all ranks wait.
+    if (of_role + 1 == in_role) {
+        if (p.plan_bytes > 0) write_down(p, plan);
+        for (u32 i = thread(); i < p.tokens * p.top_k; i += threads()) p.own_weights[i] = weight_of(p, i);
+        if (thread() == 0) *p.number = number;
+    }
 }
 
 // Where rows of other ranks stand here.
@@ -146,25 +164,79 @@ DEVICE u32 position_of(const Parameters& p, const Arrivals& arrivals, u32 source
     return arrivals.bases[source * p.experts_a_rank + expert] + place;
 }
 
+// The description of a row that this rank sends to itself, at a k.
+DEVICE void describe_own(
+    const Parameters& p, const Plan& plan, u32 token, u32 k, u32* expert, u32* place, float* weight) {
+    const u32 pair = token * p.top_k + k;
+    const i32 id = plan.expert[pair];
+    const bool is_here = id >= 0 && static_cast<u32>(id) / p.experts_a_rank == p.rank;
+    *expert = is_here ? static_cast<u32>(id) % p.experts_a_rank : kNowhere;
+    *place = is_here ? plan.place[pair] : 0;
+    *weight = weight_of(p, pair);
+}
+
+// What a group knows of its row, in the block's memory.
+struct OfGroup {
+    u32 positions[kTopK];
+    u32 has_come, unused[3];
+};
+
+// Notes where a row stands that has come: its place for each k, also for combine.
+DEVICE void note_places(
+    const Parameters& p, const Plan& plan, const Arrivals& arrivals, const Group& group, OfGroup* of_group, u32 source,
+    u32 slot, u32 token, const u32* rest) {
+    const u64 received = static_cast<u64>(source) * p.max_tokens + slot;
+    const u32 at = arrivals.firsts[source] + slot;
+    for (u32 k = group.lane; k < p.top_k; k += group.size) {
+        u32 expert, place;
+        float weight;
+        if (source == p.rank) {
+            describe_own(p, plan, token, k, &expert, &place, &weight);
+        } else {
+            expert = load_once(rest + 2 * k);
+            place = load_once(rest + 2 * k + 1);
+            weight = float_of_bits(load_once(rest + 2 * p.top_k + k));
+        }
+        u32 position = position_of(p, arrivals, source, expert, place);
+        if (p.arrangement == kTokens) {
+            const u64 pair = static_cast<u64>(at) * p.top_k + k;
+            p.out_ids[pair] = position == kNowhere ? -1 : static_cast<i64>(expert);
+            p.out_weights[pair] = position == kNowhere ? 0.f : weight;
+            // The row stands there once.
+            position = k == 0 ? at : kNowhere;
+        }
+        // The counts said that there is room.
+        const u32 room = p.arrangement == kMasked ? (expert + 1) * p.capacity : p.capacity;
+        if (position != kNowhere && position >= room) {
+            fail(p, kNonsense, source, kRows, position);
+            position = kNowhere;
+        }
+        of_group->positions[k] = position;
+        p.positions[received * p.top_k + k] = static_cast<i32>(position);
+        p.weights_received[received * p.top_k + k] = weight;
+    }
+    if (group.lane == 0) p.tokens_received[received] = token;
+}
+
 DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
     Arrivals arrivals;
     arrivals.counts = reinterpret_cast<u32*>(memory);
     arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
     arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
-    u32* positions_of_groups = arrivals.firsts + p.ranks;
+    OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.firsts + p.ranks);
     if (!receive_counts(p, arrivals, number, of_role == 0)) return;
-    const Group group(p, of_role, in_role);
-    u32* positions = positions_of_groups + group.index * kTopK;
+    const Group group(p.receive_group, of_role, in_role);
+    OfGroup* of_group = of_groups + group.index;
     u32 most = 0;
     for (u32 source = 0; source < p.ranks; ++source) {
         const u32 slots = arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank];
         if (slots > most) most = slots;
     }
+    const u32 count = p.row_bytes / kUnit;
     u32 rows = 0;
     for (u32 task = group.first; task < most * p.ranks; task += group.step) {
         const u32 source = (p.rank + task % p.ranks) % p.ranks, slot = task / p.ranks;
         if (slot >= arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank]) continue;
-        const u64 received = static_cast<u64>(source) * p.max_tokens + slot;
         const bool is_own = source == p.rank;
         const u64 index = slot_index(p, number, source, slot);
         const char* row = p.heap[p.rank] + p.rows + index * p.row_stride;
@@ -175,81 +247,54 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
             token = plan.list[p.rank * p.tokens + slot];
             row = p.x + static_cast<u64>(token) * p.row_bytes;
             scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
-        } else if (group.lane == 0) {
-            wait_for_row(p, word_at(p, p.rank, p.row_words + index * sizeof(u64)), source, kRows, number);
+        } else {
+            if (group.lane == 0) {
+                const u64* word = word_at(p, p.rank, p.row_words + index * sizeof(u64));
+                of_group->has_come = wait_for_row(p, word, source, kRows, number);
+            }
+            group.sync();
+        }
+        // A row that did not come is none, and nothing of it is read.
+        const bool is_there = is_own || of_group->has_come != 0;
+        uint4 units[kInFlight];
+        if (is_there) {
+            load_units(group, units, row, group.lane, count);
+            if (!is_own) token = load_once(rest + 3 * p.top_k);
+            if (token >= p.max_tokens) {
+                fail(p, kNonsense, source, kRows, token);
+                token = 0;
+            }
+            note_places(p, plan, arrivals, group, of_group, source, slot, token, rest);
         }
         group.sync();
-        if (!is_own) token = load_once(rest + 3 * p.top_k);
-        const u32 at = arrivals.firsts[source] + slot;
-        for (u32 k = group.lane; k < p.top_k; k += group.size) {
-            u32 expert, place;
-            float weight;
-            if (is_own) {
-                const u32 pair = token * p.top_k + k;
-                const i32 id = plan.expert[pair];
-                const bool is_here = id >= 0 && static_cast<u32>(id) / p.experts_a_rank == p.rank;
-                expert = is_here ? static_cast<u32>(id) % p.experts_a_rank : kNowhere;
-                place = plan.place[pair];
-                weight = weight_of(p, pair);
-            } else {
-                expert = load_once(rest + 2 * k);
-                place = load_once(rest + 2 * k + 1);
-                weight = float_of_bits(load_once(rest + 2 * p.top_k + k));
-            }
-            u32 position = position_of(p, arrivals, source, expert, place);
-            if (p.arrangement == kTokens) {
-                if (at < p.capacity) {
-                    p.out_ids[static_cast<u64>(at) * p.top_k + k] = position == kNowhere ? -1 : static_cast<i64>(expert);
-                    p.out_weights[static_cast<u64>(at) * p.top_k + k] = position == kNowhere ? 0.f : weight;
-                }
-                // The row stands there once.
-                position = k == 0 ? at : kNowhere;
-            }
-            const u32 room = p.arrangement == kMasked ? (expert + 1) * p.capacity : p.capacity;
-            // The counts said that there is room.
-            if (position != kNowhere && position >= room) {
-                fail(p, kNonsense, source, kRows, position);
-                position = kNowhere;
-            }
-            positions[k] = position;
-            p.positions[received * p.top_k + k] = static_cast<i32>(position);
-            p.weights_received[received * p.top_k + k] = weight;
-        }
-        if (group.lane == 0) {
-            if (token >= p.max_tokens) fail(p, kNonsense, source, kRows, token);
-            p.tokens_received[received] = least(token, p.max_tokens - 1);
-        }
-        group.sync();
-        // What is there may be no row: nothing of it is placed then.
-        if (!has_failed(p)) {
-            const u32 count = p.row_bytes / kUnit;
+        if (is_there) {
             for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
-                uint4 units[kInFlight];
-                load_units(group, units, row, first, count);
+                if (first != group.lane) load_units(group, units, row, first, count);
                 for (u32 k = 0; k < p.top_k; ++k) {
-                    if (positions[k] == kNowhere) continue;
-                    store_units(group, units, p.out_rows + static_cast<u64>(positions[k]) * p.row_bytes, first, count);
+                    const u32 position = of_group->positions[k];
+                    if (position == kNowhere) continue;
+                    store_units(group, units, p.out_rows + static_cast<u64>(position) * p.row_bytes, first, count);
                 }
             }
-            for (u32 k = 0; k < p.top_k && p.scale_bytes > 0; ++k) {
-                if (positions[k] == kNowhere) continue;
-                copy_bytes(group, p.out_scales + static_cast<u64>(positions[k]) * p.scale_bytes, scales, p.scale_bytes);
+            ROLLED for (u32 k = 0; k < p.top_k && p.scale_bytes > 0; ++k) {
+                const u32 position = of_group->positions[k];
+                if (position == kNowhere) continue;
+                copy_bytes(group, p.out_scales + static_cast<u64>(position) * p.scale_bytes, scales, p.scale_bytes);
             }
         }
         rows += !is_own;
-        // The next row's positions are written by other threads.
+        // The next row's places are noted by other threads.
         group.sync();
     }
     count_rows(p, group, kRowsReceived, rows);
 }
 
-// The number after that of the last dispatch of which all blocks had written it.
+// The number of this dispatch. Each block keeps that of the one before, so grids have to have the same size each time.
 DEVICE u64 next_number(const Parameters& p) { return load_once(p.sequence + block()) + 1; }
 
-// Every block writes its share, for a next launch of any size.
+// Keeps it for the next dispatch.
 DEVICE void end_number(const Parameters& p, u64 number) {
-    block_sync();
-    for (u32 i = block() + blocks() * thread(); i < p.sequence_blocks; i += blocks() * threads()) p.sequence[i] = number;
+    if (thread() == 0) p.sequence[block()] = number;
 }
 
 }  // namespace

@@ -9,8 +9,8 @@ namespace {
 // Threads of a block that share a row.
 struct Group {
     u32 index, lane, size, first, step;
-    DEVICE Group(const Parameters& p, u32 of_role, u32 in_role) {
-        size = least(p.group, threads());
+    DEVICE Group(u32 wanted, u32 of_role, u32 in_role) {
+        size = least(wanted, threads());
         index = thread() / size;
         lane = thread() % size;
         const u32 here = threads() / size;
@@ -24,13 +24,13 @@ struct Group {
 DEVICE void copy_bytes(const Group& group, char* to, const char* from, u32 bytes) {
     const u64 all = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes;
     if (all % kUnit == 0) {
-        for (u32 at = group.lane * kUnit; at < bytes; at += group.size * kUnit) store_unit(to + at, load_unit(from + at));
+        ROLLED for (u32 at = group.lane * kUnit; at < bytes; at += group.size * kUnit) store_unit(to + at, load_unit(from + at));
     } else if (all % 4 == 0) {
-        for (u32 at = group.lane * 4; at < bytes; at += group.size * 4) {
+        ROLLED for (u32 at = group.lane * 4; at < bytes; at += group.size * 4) {
             *reinterpret_cast<u32*>(to + at) = load_once(reinterpret_cast<const u32*>(from + at));
         }
     } else {
-        for (u32 at = group.lane; at < bytes; at += group.size) to[at] = load_once(from + at);
+        ROLLED for (u32 at = group.lane; at < bytes; at += group.size) to[at] = load_once(from + at);
     }
 }
 

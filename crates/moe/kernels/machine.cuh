@@ -17,7 +17,10 @@ using i64 = std::int64_t;
 #ifdef __CUDACC__
 
 #define DEVICE __device__ __forceinline__
+// Code that rarely runs: a copy at each place would push other code out of the cache of instructions.
+#define COLD __device__ __noinline__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define SHARED_MEMORY extern __shared__ __align__(16) char shared_memory[]
 
 constexpr u32 kWarp = 32;
@@ -149,7 +152,9 @@ DEVICE u32 bfloats_of(float low, float high) {
 #include <cstring>
 
 #define DEVICE inline
+#define COLD inline
 #define UNROLL
+#define ROLLED
 #define SHARED_MEMORY static thread_local char shared_memory[256 << 10] __attribute__((aligned(16)))
 
 constexpr u32 kWarp = 1;

@@ -14,16 +14,17 @@
 KERNEL(kvlane_moe_plan, kThreads, 1) {
     SHARED_MEMORY;
     if (has_block_failed(p)) return;
-    const Plan plan = plan_of_scratch(p);
+    const Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
     const u32 blocks_of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
     u32* bits = reinterpret_cast<u32*>(shared_memory);
     u32* before = bits + kExpertsOfPlanBlock * words_of(p.tokens);
     if (block() < blocks_of_experts) {
         const u32 begin = block() * kExpertsOfPlanBlock;
-        plan_experts(p, plan, begin, least(begin + kExpertsOfPlanBlock, p.experts), bits, before);
+        plan_experts(p, plan, nullptr, begin, least(begin + kExpertsOfPlanBlock, p.experts), bits, before);
     } else {
         const u32 rank = block() - blocks_of_experts;
-        plan_ranks(p, plan, rank, rank + 1, bits, before);
+        if (rank == 0) read_ids(p, p.expert);
+        plan_ranks(p, plan, nullptr, rank, rank + 1, bits, before);
     }
 }
 
@@ -32,18 +33,17 @@ KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     const u64 number = next_number(p);
     if (has_block_failed(p)) return;
     const Role role(p);
-    Plan plan = plan_of_scratch(p);
-    if (p.plan_bytes > 0 && (p.phases & kSend)) plan = plan_for_itself(p, shared_memory, block() == 0);
+    Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
     // A wrong id is known before anything is sent.
-    if (has_block_failed(p)) return;
-    if (role.sends) {
-        if (block() == 0 && thread() == 0) *p.number = number;
-        send_rows(p, plan, number, role.of_senders, role.senders);
-    }
+    if (p.plan_bytes > 0 && (p.phases & kSend) && !plan_for_itself(p, shared_memory, &plan)) return;
+    if (role.sends) send_rows(p, plan, number, role.of_senders, role.senders);
     if (role.receives) receive_rows(p, plan, shared_memory + p.plan_bytes, number, role.of_receivers, role.receivers);
     if (p.phases & kReceive) end_number(p, number);
 }
 
-KERNEL(kvlane_moe_combine_bf16, kThreads, 1) { combine<kBf16>(p); }
-KERNEL(kvlane_moe_combine_f16, kThreads, 1) { combine<kF16>(p); }
-KERNEL(kvlane_moe_combine_f32, kThreads, 1) { combine<kF32>(p); }
+KERNEL(kvlane_moe_exact_bf16, kThreads, 1) { combine<kBf16, true>(p); }
+KERNEL(kvlane_moe_exact_f16, kThreads, 1) { combine<kF16, true>(p); }
+KERNEL(kvlane_moe_exact_f32, kThreads, 1) { combine<kF32, true>(p); }
+KERNEL(kvlane_moe_reduced_bf16, kThreads, 1) { combine<kBf16, false>(p); }
+KERNEL(kvlane_moe_reduced_f16, kThreads, 1) { combine<kF16, false>(p); }
+KERNEL(kvlane_moe_reduced_f32, kThreads, 1) { combine<kF32, false>(p); }

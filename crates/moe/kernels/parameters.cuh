@@ -18,7 +18,6 @@ constexpr u32 kExpertsOfPlanBlock = 8;
 enum Phase : u32 { kSend = 1, kReceive = 2 };
 enum Arrangement : u32 { kExperts, kMasked, kTokens };
 enum NumberKind : u32 { kBf16, kF16, kF32 };
-enum SumKind : u32 { kExact, kReduced };
 // As crates/moe/src/gpu/failure.rs.
 enum Failure : u32 { kNone, kGone, kTimedOut, kOutOfStep, kNonsense, kBadExpert, kCapacity };
 enum Stat : u32 { kCombines, kRowsSent, kRowsReceived };
@@ -30,8 +29,8 @@ struct Parameters {
     u32 experts_a_rank, experts_here, alignment, capacity;
     u32 max_tokens, tokens, id_bytes, arrangement;
     u32 row_bytes, scale_bytes, sum_bytes, number_kind;
-    u32 phases, senders, group, plan_bytes;
-    u32 sum_kind, parts, is_late, sequence_blocks;
+    u32 phases, senders, send_group, receive_group;
+    u32 plan_bytes, is_late, sequence_blocks, unused;
     u64 timeout_ns;
     // Offsets in the memory of each rank.
     u64 counts_at, row_words, rows, row_stride, scales_at, rest_at, sum_words, sums, sum_stride, pair_words, pairs;

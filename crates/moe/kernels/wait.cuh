@@ -7,7 +7,7 @@
 namespace {
 
 // Notes why this rank fails, if nothing else was noted before.
-DEVICE void fail(const Parameters& p, Failure failure, u32 rank, u32 waited, u64 value) {
+COLD void fail(const Parameters& p, Failure failure, u32 rank, u32 waited, u64 value) {
     if (!claim(p.failed, failure)) return;
     p.control->rank = rank;
     p.control->waited = waited;
@@ -27,11 +27,11 @@ DEVICE bool wait(const Parameters& p, const u64* word, u32 from, Waited waited, 
     for (u32 looks = 1;; ++looks) {
         // Before the word: words that a rank wrote before it left count.
         const bool is_look = looks % 256 == 0;
-        const u64 gone = is_look ? load_relaxed(&p.control->gone) : 0;
+        const u64 gone = is_look ? load_acquire(&p.control->gone) : 0;
         u64 seen = load_relaxed(word);
         const i64 ahead = compare(seen);
         if (ahead == 0) {
-            *value = load_acquire(word);
+            *value = seen;
             return true;
         }
         if (ahead > 0) {
@@ -54,9 +54,11 @@ DEVICE bool wait(const Parameters& p, const u64* word, u32 from, Waited waited, 
     }
 }
 
+// Waits for the word of a row. What was written before it may be read then.
 DEVICE bool wait_for_row(const Parameters& p, const u64* word, u32 from, Waited waited, u64 number) {
     u64 value;
-    return wait(p, word, from, waited, &value, [number](u64 seen) { return static_cast<i64>(seen - number); });
+    const auto compare = [number](u64 seen) { return static_cast<i64>(seen - number); };
+    return wait(p, word, from, waited, &value, compare) && load_acquire(word) != 0;
 }
 
 }  // namespace

@@ -8,12 +8,17 @@ static MODULE: Module = compiled!("moe", "../../kernels/moe");
 pub(super) static PLAN: Kernel = Kernel { module: &MODULE, entry: c"kvlane_moe_plan", threads: THREADS };
 pub(super) static DISPATCH: Kernel =
     Kernel { module: &MODULE, entry: c"kvlane_moe_dispatch", threads: THREADS };
-pub(super) static COMBINE_BF16: Kernel =
-    Kernel { module: &MODULE, entry: c"kvlane_moe_combine_bf16", threads: THREADS };
-pub(super) static COMBINE_F16: Kernel =
-    Kernel { module: &MODULE, entry: c"kvlane_moe_combine_f16", threads: THREADS };
-pub(super) static COMBINE_F32: Kernel =
-    Kernel { module: &MODULE, entry: c"kvlane_moe_combine_f32", threads: THREADS };
+/// Combines, exact ones and reduced ones, each for bf16, f16 and f32.
+pub(super) static EXACT: [Kernel; 3] = [
+    Kernel { module: &MODULE, entry: c"kvlane_moe_exact_bf16", threads: THREADS },
+    Kernel { module: &MODULE, entry: c"kvlane_moe_exact_f16", threads: THREADS },
+    Kernel { module: &MODULE, entry: c"kvlane_moe_exact_f32", threads: THREADS },
+];
+pub(super) static REDUCED: [Kernel; 3] = [
+    Kernel { module: &MODULE, entry: c"kvlane_moe_reduced_bf16", threads: THREADS },
+    Kernel { module: &MODULE, entry: c"kvlane_moe_reduced_f16", threads: THREADS },
+    Kernel { module: &MODULE, entry: c"kvlane_moe_reduced_f32", threads: THREADS },
+];
 
 #[cfg(test)]
 mod tests {
@@ -48,7 +53,7 @@ mod tests {
 
     #[test]
     fn the_kernels_have_the_names_and_the_sizes_that_we_give_them() {
-        for kernel in [&PLAN, &DISPATCH, &COMBINE_BF16, &COMBINE_F16, &COMBINE_F32] {
+        for kernel in [&PLAN, &DISPATCH].into_iter().chain(&EXACT).chain(&REDUCED) {
             assert!(MODULE.ptx.contains(&format!(".entry {}(", kernel.entry.to_str().unwrap())));
         }
         let parameters = SOURCES[5].1;

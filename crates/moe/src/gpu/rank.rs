@@ -10,7 +10,7 @@ use kvlane_gpu::{
     StreamHandle,
 };
 
-use super::kernels::{COMBINE_BF16, COMBINE_F16, COMBINE_F32, DISPATCH, PLAN};
+use super::kernels::{DISPATCH, EXACT, PLAN, REDUCED};
 use super::limits::{GPU_EXPERTS_MAX, GPU_RANKS_MAX, GPU_TOKENS_MAX};
 use super::parameters::{Call, Offsets, Own, Parameters, RECEIVE, SEND, Scratch};
 use super::reach::{Reached, reach_all, sharing, tell};
@@ -125,8 +125,8 @@ pub struct GpuRank {
     parameters: Parameters,
     scratch: [Scratch; OPEN],
     dispatch: Schedule,
-    combine: Schedule,
-    combine_kernel: &'static Kernel,
+    exact: (&'static Kernel, Schedule),
+    reduced: (&'static Kernel, Schedule),
     id: Arc<()>,
     dispatched: u64,
     placed: u64,
@@ -229,12 +229,14 @@ impl GpuRank {
         let shared = most_planned.max().unwrap_or(0) + schedule::arrival_bytes(shape);
         let dispatch = schedule::dispatch(shape, load(&DISPATCH, shared)?);
         load(&PLAN, schedule::plan_grid(shape, shape.max_tokens).1)?;
-        let combine_kernel = match shape.number {
-            Number::Bf16 => &COMBINE_BF16,
-            Number::F16 => &COMBINE_F16,
-            Number::F32 => &COMBINE_F32,
+        let number = match shape.number {
+            Number::Bf16 => 0,
+            Number::F16 => 1,
+            Number::F32 => 2,
         };
-        let combine = schedule::combine(shape, load(combine_kernel, 0)?);
+        let (exact, reduced) = (&EXACT[number], &REDUCED[number]);
+        let exact = (exact, schedule::combine(shape, true, load(exact, 0)?));
+        let reduced = (reduced, schedule::combine(shape, false, load(reduced, 0)?));
         let one = sections(shape, 0).1;
         // Sequence numbers of blocks, the word of failure, counts.
         let rest = u64::from(dispatch.blocks) * 8 + 64;
@@ -264,7 +266,6 @@ impl GpuRank {
             scale_bytes: shape.scale_bytes as u32,
             sum_bytes: shape.sum_bytes() as u32,
             number_kind: shape.number as u32,
-            parts: 1,
             sequence_blocks: dispatch.blocks,
             timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
             offsets: offsets(layout),
@@ -280,8 +281,8 @@ impl GpuRank {
             parameters,
             scratch,
             dispatch,
-            combine,
-            combine_kernel,
+            exact,
+            reduced,
             id: Arc::new(()),
             dispatched: 0,
             placed: 0,
@@ -474,16 +475,15 @@ impl GpuRank {
         }
         parameters.call.y = outputs;
         parameters.call.out = tokens;
-        parameters.sum_kind = u32::from(sum == Sum::Reduced);
         parameters.phases = match phases {
             Phases::Send => SEND,
             Phases::Receive => RECEIVE,
             Phases::Both => SEND | RECEIVE,
         };
-        let Schedule { blocks, senders, group, is_late } = self.combine;
-        (parameters.senders, parameters.group, parameters.is_late) = (senders, group, u32::from(is_late));
+        let (kernel, schedule) = if sum == Sum::Exact { self.exact } else { self.reduced };
+        let blocks = schedule.apply(&mut parameters);
         // SAFETY: the caller's promise.
-        unsafe { self.launch(stream, self.combine_kernel, Grid { blocks, shared_bytes: 0 }, &parameters)? };
+        unsafe { self.launch(stream, kernel, Grid { blocks, shared_bytes: 0 }, &parameters)? };
         dispatched.sent_back = Some(sum);
         dispatched.is_combined = phases != Phases::Send;
         Ok(())
@@ -524,8 +524,7 @@ impl GpuRank {
         stream: StreamHandle,
         parameters: &mut Parameters,
     ) -> Result<(), MoeError> {
-        let Schedule { blocks, senders, group, .. } = self.dispatch;
-        (parameters.senders, parameters.group) = (senders, group);
+        let blocks = self.dispatch.apply(parameters);
         let shared_bytes = parameters.plan_bytes + schedule::arrival_bytes(&self.shape);
         // SAFETY: the caller's promise.
         unsafe { self.launch(stream, &DISPATCH, Grid { blocks, shared_bytes }, parameters) }

@@ -1,6 +1,7 @@
 //! How large launches are, and which blocks send. Pure.
 
 use super::limits::THREADS;
+use super::parameters::Parameters;
 use crate::Shape;
 
 /// Most tokens that each block of dispatch plans for itself.
@@ -11,7 +12,8 @@ const PLAN_BYTES_MAX: usize = 80 << 10;
 const EXPERTS_OF_PLAN_BLOCK: usize = 8;
 /// Above so many tokens a launch moves bytes for longer than it waits.
 const FEW: usize = 512;
-const TOP_K_WORDS: usize = 32;
+/// Numbers that a group keeps of its row.
+const NUMBERS_OF_GROUP: usize = 36;
 const LEAST_GROUP: u32 = 128;
 
 /// The size of a launch, and its roles.
@@ -20,10 +22,21 @@ pub(super) struct Schedule {
     pub(super) blocks: u32,
     /// The first blocks, which send while the others receive. 0: all do what the launch does.
     pub(super) senders: u32,
-    /// Threads that share a row.
-    pub(super) group: u32,
+    /// Threads of a sender, and of a receiver, that share a row.
+    pub(super) send_group: u32,
+    pub(super) receive_group: u32,
     /// Whether words are written after all rows of a group.
     pub(super) is_late: bool,
+}
+
+impl Schedule {
+    /// Tells a kernel, and returns the number of blocks.
+    pub(super) fn apply(&self, parameters: &mut Parameters) -> u32 {
+        parameters.senders = self.senders;
+        (parameters.send_group, parameters.receive_group) = (self.send_group, self.receive_group);
+        parameters.is_late = u32::from(self.is_late);
+        self.blocks
+    }
 }
 
 /// Bytes of the plan that a block of dispatch makes for itself; 0: too many for that, so the plan has a launch of its own.
@@ -42,7 +55,7 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
 pub(super) fn arrival_bytes(shape: &Shape) -> u32 {
     let experts = shape.experts_a_rank();
     let groups = (THREADS / LEAST_GROUP) as usize;
-    (4 * (shape.ranks * (2 * experts + 2) + groups * TOP_K_WORDS)) as u32
+    (4 * (shape.ranks * (2 * experts + 2) + groups * NUMBERS_OF_GROUP)) as u32
 }
 
 /// Blocks of the plan's own launch, and bytes of each.
@@ -61,14 +74,29 @@ pub(super) fn dispatch(shape: &Shape, resident: u32) -> Schedule {
         (true, ..=2) => 0.36,
         (true, _) => 0.6,
     };
-    Schedule { blocks: resident, senders: part(resident, share), group: LEAST_GROUP, is_late: false }
+    Schedule {
+        blocks: resident,
+        senders: part(resident, share),
+        send_group: LEAST_GROUP,
+        receive_group: LEAST_GROUP,
+        is_late: false,
+    }
 }
 
-/// A combine of so many tokens at most.
-pub(super) fn combine(shape: &Shape, resident: u32) -> Schedule {
+/// A combine of so many tokens at most, exact or reduced. With few tokens a whole block sums one.
+pub(super) fn combine(shape: &Shape, is_exact: bool, resident: u32) -> Schedule {
     let is_small = shape.max_tokens <= FEW;
-    let group = if is_small { THREADS } else { LEAST_GROUP };
-    Schedule { blocks: resident, senders: part(resident, 0.5), group, is_late: is_small }
+    Schedule {
+        blocks: resident,
+        senders: part(resident, 0.5),
+        send_group: match (is_small, is_exact) {
+            (_, true) => LEAST_GROUP,
+            (true, false) => THREADS,
+            (false, false) => 2 * LEAST_GROUP,
+        },
+        receive_group: if is_small { THREADS } else { 2 * LEAST_GROUP },
+        is_late: is_small,
+    }
 }
 
 /// A share of blocks, and at least one on each side. 0 if there is only one.
@@ -102,7 +130,7 @@ mod tests {
     #[test]
     fn each_side_has_a_block_if_there_are_two() {
         for resident in 1..300 {
-            for schedule in [dispatch(&shape(2, 4096), resident), combine(&shape(4, 128), resident)] {
+            for schedule in [dispatch(&shape(2, 4096), resident), combine(&shape(4, 128), true, resident)] {
                 assert_eq!(schedule.blocks, resident);
                 assert_eq!(schedule.senders == 0, resident == 1);
                 assert!(schedule.senders < resident.max(2));
