@@ -113,8 +113,8 @@ packaging: dev ## installs the tests' own wheel where there is no Rust, and uses
 manylinux: wheel dev ## the same with the wheel that users get, which takes a release build
 	KVLANE_TEST_WHEEL=dist $(PYTEST_DEV) --junitxml $(TIMES)/manylinux.xml tests/packaging
 
-loom: ## all orders of the steps of two threads at the ring in shared memory
-	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-shm-ring --lib loom
+loom: ## all orders of the steps of two threads at the ring in shared memory, and of two ranks of an all-to-all
+	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-shm-ring -p kvlane-moe --lib loom
 
 miri: ## tests of the crates without I/O, by an interpreter that sees undefined behaviour, where it is installed
 	$(PYTHON) scripts/miri.py

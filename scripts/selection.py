@@ -222,7 +222,7 @@ def _add_crate(found: Plan, file: str, crate: str, rest: list[str], uses: dict[s
     elif crate != "fuzz-targets":
         found.ask_python(file, *PYTHON_FOLDERS)
         found.ask_engines(file)
-    if crate == "shm-ring":
+    if crate in ("shm-ring", "moe"):
         found.ask(file, "loom")
     if crate in ("block", "policy", "store"):
         found.ask(file, "miri")

@@ -207,7 +207,7 @@ PARTS = {
         "the selector of Dynamo's router beside ours, on a generated trace",
         [sys.executable, "scripts/dynamo_replay.py"],
     ),
-    "loom": Part("all orders of the steps at the ring in shared memory", _make("loom")),
+    "loom": Part("all orders of the steps at the ring in shared memory, and of ranks", _make("loom")),
     "manylinux": Part("the wheel that users get, installed where there is no Rust", _make("manylinux")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
     "defects": Part(

@@ -34,7 +34,7 @@ MORE_STAGES: dict[str, set[str]] = {
     "index": WITH_VLLM,
     "kv-events": {"engines"},
     "memory": WITH_VLLM,
-    "moe": WITH_VLLM,
+    "moe": WITH_VLLM | {"loom"},
     "otlp": WITH_VLLM,
     "policy": {"miri"},
     "proto": WITH_VLLM,

@@ -146,6 +146,7 @@ pub enum MoeError {
 
 impl MoeError {
     /// An error of the GPU's driver.
+    #[cfg(not(loom))]
     pub(crate) fn of_gpu(error: kvlane_gpu::GpuError) -> MoeError {
         MoeError::Gpu(error.to_string())
     }

@@ -29,8 +29,11 @@
 //!
 //! A rank whose process ends, that closes or that fails is noticed by those who wait for it. From then on every operation of
 //! theirs fails. A rank that has sent its part of a dispatch and cannot receive it fails, too: the others are one dispatch ahead.
+//!
+//! `make loom` runs two ranks through up to three dispatches, and tries the orders of their steps (`under_loom`).
 
 #![deny(unsafe_code)]
+#![cfg_attr(loom, allow(dead_code, reason = "only parts without a model use it: join and gpu"))]
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
@@ -38,19 +41,27 @@ compile_error!("kvlane runs on 64-bit Linux");
 mod arrivals;
 mod combine;
 mod error;
+#[cfg(not(loom))]
 pub mod gpu;
 mod heap;
+#[cfg(not(loom))]
 mod join;
 mod layout;
+#[cfg_attr(loom, path = "memory_under_loom.rs")]
+mod memory;
 mod number;
 mod rank;
 mod refusal;
 mod routing;
 mod shape;
+mod sync;
+#[cfg(all(loom, test))]
+mod under_loom;
 mod wait;
 
 pub use arrivals::Arrivals;
 pub use error::{MoeError, Phase};
+#[cfg(not(loom))]
 pub use join::{AllGather, join};
 pub use number::Number;
 pub use rank::{Arrived, Handle, Rank, Sent, Stats, Sum};

@@ -501,7 +501,7 @@ impl Drop for Rank {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;

@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 
 use kvlane_memory::pidfd_exited;
 
+use crate::sync::{sleep, yield_now};
 use crate::{MoeError, Phase, Rank};
 
-/// Looks at a word before the thread lets others run.
-const SPINS: u32 = 200;
+/// Looks at a word before the thread lets others run. None in a model of loom, where a rank yields after each look.
+const SPINS: u32 = if cfg!(loom) { 0 } else { 200 };
 /// Longer waits sleep so long between two looks, and leave the processor to the ranks that compute.
 const NAP: Duration = Duration::from_micros(50);
-/// How often a waiting rank looks whether its peer lives.
-const LOOK: Duration = Duration::from_millis(1);
+/// How often a waiting rank looks whether its peer lives. In a model of loom, which has no time, with each look.
+const LOOK: Duration = if cfg!(loom) { Duration::ZERO } else { Duration::from_millis(1) };
 /// Every so many looks it asks whether its caller still wants to wait.
 const LOOKS_TO_CALLER: u32 = 64;
 
@@ -54,7 +55,7 @@ impl Rank {
             if looks % LOOKS_TO_CALLER == LOOKS_TO_CALLER - 1 && (self.is_interrupted)() {
                 return Err(self.fail(MoeError::Interrupted { rank: from, phase }));
             }
-            if looks == 0 { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+            if looks == 0 { yield_now() } else { sleep(NAP) }
         }
     }
 
