@@ -149,13 +149,14 @@ DEVICE u32 bfloats_of(float low, float high) {
 #include <sched.h>
 #include <time.h>
 
+#include <cstdlib>
 #include <cstring>
 
 #define DEVICE inline
 #define COLD inline
 #define UNROLL
 #define ROLLED
-#define SHARED_MEMORY static thread_local char shared_memory[256 << 10] __attribute__((aligned(16)))
+#define SHARED_MEMORY char* const shared_memory = memory_of_block
 
 constexpr u32 kWarp = 1;
 
@@ -163,7 +164,11 @@ struct uint4 {
     u32 x, y, z, w;
 };
 
+constexpr u32 kMemoryOfBlock = 256 << 10;
+
 static thread_local u32 this_block, all_blocks;
+// Of a launch. As a thread's own array it would take that much of the stack of every thread.
+static thread_local char* memory_of_block;
 
 DEVICE u32 thread() { return 0; }
 DEVICE u32 threads() { return 1; }
@@ -260,15 +265,17 @@ DEVICE u32 halves_of(float low, float high) { return half_of(low) | half_of(high
 DEVICE u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of(high) << 16; }
 
 // A function that does all blocks of a launch, one after the other.
-#define KERNEL(name, most_threads, at_a_time)                             \
-    static void name##_block(const Parameters& p);                        \
-    extern "C" void name##_on_a_cpu(const void* parameters, u32 blocks) { \
-        all_blocks = blocks;                                              \
-        for (u32 each = 0; each < blocks; ++each) {                       \
-            this_block = each;                                            \
-            name##_block(*static_cast<const Parameters*>(parameters));    \
-        }                                                                 \
-    }                                                                     \
+#define KERNEL(name, most_threads, at_a_time)                              \
+    static void name##_block(const Parameters& p);                         \
+    extern "C" void name##_on_a_cpu(const void* parameters, u32 blocks) {  \
+        all_blocks = blocks;                                               \
+        memory_of_block = static_cast<char*>(std::malloc(kMemoryOfBlock)); \
+        for (u32 each = 0; each < blocks; ++each) {                        \
+            this_block = each;                                             \
+            name##_block(*static_cast<const Parameters*>(parameters));     \
+        }                                                                  \
+        std::free(memory_of_block);                                        \
+    }                                                                      \
     static void name##_block(const Parameters& p)
 
 #endif
