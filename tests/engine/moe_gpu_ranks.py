@@ -21,6 +21,7 @@ def main(rank: int, ranks: int, store: str, work: str) -> None:
     fake_gpu_tensors.use()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     {"compare": compare, "killed": killed, "refused": refused}[work](rank, ranks)
+    dist.destroy_process_group()
 
 
 def on_gpu(group: Group, **more: Any) -> AllToAll:

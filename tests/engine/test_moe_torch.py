@@ -43,6 +43,8 @@ with AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16) as
     # Not aligned, as a view of a file's bytes may be.
     unaligned = torch.frombuffer(bytearray(8 * tokens + 1), dtype=torch.float32, offset=1).reshape(tokens, 2)
     ranks.dispatch(x, ids, unaligned).give_up()
+# Else torch's threads may outlive what they need at the end: "terminate called without an active exception".
+dist.destroy_process_group()
 print(len(got.rows))
 """
 
