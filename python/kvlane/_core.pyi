@@ -442,25 +442,11 @@ class MoeRank:
     """`kvlane.moe.AllToAll` is for users, and keeps the arrays alive. Memory is an address and bytes.
 
     ValueError if the caller did something wrong. `MoeFailure` for the rest, of the kinds lost, silent, not joined,
-    capacity, too many rows and failed."""
+    capacity and failed."""
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        experts: int,
-        top_k: int,
-        max_tokens: int,
-        row_bytes: int,
-        scale_bytes: int,
-        hidden: int,
-        number: str,
-        alignment: int,
-        layout: str,
-        capacity: int,
-        timeout_ms: float,
-        all_gather: Callable[[bytes], list[bytes]],
-    ) -> None: ...
+    def __init__(self, rank: int, ranks: int, sizes: Any, all_gather: Callable[[bytes], list[bytes]]) -> None:
+        """`sizes` is a `kvlane.moe._received.Sizes`."""
+
     def bytes(self) -> int: ...
     def stats(self) -> tuple[int, int, int, int]: ...
     def check(self) -> None: ...
@@ -499,19 +485,8 @@ class MoeGpuRank:
         device: int,
         rank: int,
         ranks: int,
-        experts: int,
-        top_k: int,
-        max_tokens: int,
-        row_bytes: int,
-        scale_bytes: int,
-        hidden: int,
-        number: str,
-        alignment: int,
-        layout: str,
-        capacity: int,
-        is_exact: bool,
+        sizes: Any,
         multiprocessors: int | None,
-        timeout_ms: float,
         all_gather: Callable[[bytes], list[bytes]],
     ) -> None: ...
     def bytes(self) -> int: ...

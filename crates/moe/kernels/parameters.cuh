@@ -28,9 +28,9 @@ struct Parameters {
     u32 ranks, rank, top_k, experts;
     u32 experts_a_rank, experts_here, alignment, capacity;
     u32 max_tokens, tokens, id_bytes, arrangement;
-    u32 row_bytes, scale_bytes, sum_bytes, number_kind;
-    u32 phases, senders, send_group, receive_group;
-    u32 plan_bytes, is_late, sequence_blocks, unused;
+    u32 row_bytes, scale_bytes, sum_bytes, phases;
+    u32 senders, send_group, receive_group, plan_bytes;
+    u32 is_late, unused;
     u64 timeout_ns;
     // Offsets in the memory of each rank.
     u64 counts_at, row_words, rows, row_stride, scales_at, rest_at, sum_words, sums, sum_stride, pair_words, pairs;
@@ -56,7 +56,7 @@ struct Parameters {
     struct Control* control;
     char* heap[kRanks];
 };
-static_assert(sizeof(Parameters) == 96 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
+static_assert(sizeof(Parameters) == 88 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
 
 // Pinned memory of the host.
 struct Control {

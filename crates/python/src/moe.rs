@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvlane_moe::{Arrived, Handle, MoeError, Number, Rank, RowLayout, Sent, Shape, Sum, join};
+use kvlane_moe::{AllGather, Arrived, Handle, MoeError, Number, Rank, RowLayout, Sent, Shape, Sum, join};
 use parking_lot::Mutex;
 use pyo3::{
     create_exception,
@@ -45,53 +45,9 @@ enum State {
 impl PyRank {
     /// Joins the other ranks by `all_gather`, which gives all ranks' bytes to each.
     #[new]
-    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
-    fn new(
-        py: Python<'_>,
-        rank: usize,
-        ranks: usize,
-        experts: usize,
-        top_k: usize,
-        max_tokens: usize,
-        row_bytes: usize,
-        scale_bytes: usize,
-        hidden: usize,
-        number: &str,
-        alignment: usize,
-        layout: &str,
-        capacity: usize,
-        timeout_ms: f64,
-        all_gather: Py<PyAny>,
-    ) -> PyResult<Self> {
-        let number = number_of(number)?;
-        let layout = layout_of(layout, capacity)?;
-        let shape = Shape {
-            ranks,
-            experts,
-            top_k,
-            max_tokens,
-            row_bytes,
-            scale_bytes,
-            hidden,
-            number,
-            alignment,
-            layout,
-        };
-        // The longest wait that the clock can tell is longer than anybody waits.
-        let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3).unwrap_or(Duration::MAX);
-        let mut failed = None;
-        let mut gather = |bytes: &[u8]| {
-            Python::attach(|py| gather_by(py, &all_gather, bytes)).map_err(|error| {
-                let sentence = format!("all_gather failed: {error}");
-                failed = Some(error);
-                sentence
-            })
-        };
-        let joined = py.detach(|| join(&shape, rank, timeout, &mut gather));
-        if let Some(error) = failed {
-            return Err(error);
-        }
-        let mut joined = joined.map_err(error)?;
+    fn new(py: Python<'_>, rank: usize, ranks: usize, sizes: Sizes, all_gather: Py<PyAny>) -> PyResult<Self> {
+        let (shape, timeout) = (sizes.shape(ranks)?, sizes.timeout());
+        let mut joined = joined(py, &all_gather, |gather| join(&shape, rank, timeout, gather))?;
         let raised = Arc::new(Mutex::new(None));
         let closing = Arc::new(AtomicBool::new(false));
         let (noted, closes) = (Arc::clone(&raised), Arc::clone(&closing));
@@ -263,7 +219,64 @@ fn out_of_order() -> PyErr {
     PyValueError::new_err("a dispatch is sent, received and combined in this order")
 }
 
-pub(crate) fn gather_by(py: Python<'_>, all_gather: &Py<PyAny>, bytes: &[u8]) -> PyResult<Vec<Vec<u8>>> {
+/// The sizes of an all-to-all, as `kvlane.moe` has them.
+#[derive(FromPyObject)]
+pub(crate) struct Sizes {
+    experts: usize,
+    top_k: usize,
+    max_tokens: usize,
+    hidden: usize,
+    dtype: String,
+    row_bytes: usize,
+    scale_bytes: usize,
+    alignment: usize,
+    layout: String,
+    pub(crate) capacity: usize,
+    pub(crate) exact: bool,
+    timeout: f64,
+}
+
+impl Sizes {
+    pub(crate) fn shape(&self, ranks: usize) -> PyResult<Shape> {
+        Ok(Shape {
+            ranks,
+            experts: self.experts,
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            row_bytes: self.row_bytes,
+            scale_bytes: self.scale_bytes,
+            hidden: self.hidden,
+            number: number_of(&self.dtype)?,
+            alignment: self.alignment,
+            layout: layout_of(&self.layout, self.capacity)?,
+        })
+    }
+
+    /// The longest wait that the clock can tell is longer than anybody waits.
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::try_from_secs_f64(self.timeout).unwrap_or(Duration::MAX)
+    }
+}
+
+/// Joins ranks by a function of Python's that gathers bytes. What that raises comes before why they did not join.
+pub(crate) fn joined<T: Send>(
+    py: Python<'_>,
+    all_gather: &Py<PyAny>,
+    join: impl FnOnce(&mut AllGather<'_>) -> Result<T, MoeError> + Send,
+) -> PyResult<T> {
+    let mut failed = None;
+    let mut gather = |bytes: &[u8]| {
+        Python::attach(|py| gather_by(py, all_gather, bytes)).map_err(|error| {
+            let sentence = format!("all_gather failed: {error}");
+            failed = Some(error);
+            sentence
+        })
+    };
+    let joined = py.detach(|| join(&mut gather));
+    failed.map_or_else(|| joined.map_err(error), Err)
+}
+
+fn gather_by(py: Python<'_>, all_gather: &Py<PyAny>, bytes: &[u8]) -> PyResult<Vec<Vec<u8>>> {
     let told = all_gather.call1(py, (PyBytes::new(py, bytes),))?;
     let told: Vec<Bound<'_, PyBytes>> = told.extract(py).map_err(|_| {
         PyValueError::new_err("all_gather has to return a list of bytes, those of each rank in order")
@@ -309,7 +322,7 @@ unsafe fn items_mut<'a, T>((address, bytes): Memory) -> &'a mut [T] {
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), items) }
 }
 
-pub(crate) fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
+fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
     match name {
         "experts" => Ok(RowLayout::Experts),
         "masked" => Ok(RowLayout::Masked { capacity }),
@@ -320,7 +333,7 @@ pub(crate) fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
     }
 }
 
-pub(crate) fn number_of(name: &str) -> PyResult<Number> {
+fn number_of(name: &str) -> PyResult<Number> {
     match name {
         "bfloat16" => Ok(Number::Bf16),
         "float16" => Ok(Number::F16),
@@ -337,12 +350,12 @@ pub(crate) fn error(error: MoeError) -> PyErr {
     let kind = match error {
         MoeError::BadInput(_) => return PyValueError::new_err(sentence),
         MoeError::OverCapacity { needed, .. } => {
-            rows_needed = needed;
+            rows_needed = needed as usize;
             "capacity"
         }
         MoeError::TooManyRows { needed, .. } => {
-            rows_needed = u32::try_from(needed).unwrap_or(u32::MAX);
-            "too many rows"
+            rows_needed = needed;
+            "capacity"
         }
         MoeError::NotJoined(_) => "not joined",
         MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => "lost",

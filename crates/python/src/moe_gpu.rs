@@ -1,15 +1,13 @@
 //! A rank of an all-to-all on a GPU for Python. Users call `python/kvlane/moe`, which wraps it.
 
-use std::time::Duration;
-
 use kvlane_gpu::StreamHandle;
 use kvlane_moe::gpu::{Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
-use kvlane_moe::{MoeError, Shape, Sum};
+use kvlane_moe::{MoeError, RowLayout, Sum};
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::gpu::open_gpu;
-use crate::moe::{error, gather_by, layout_of, number_of};
+use crate::moe::{Sizes, error, joined};
 use crate::own::Own;
 
 /// Addresses of rows, scales, counts, starts, ids and weights that a dispatch writes.
@@ -31,56 +29,22 @@ pub(crate) struct PyGpuDispatch(Mutex<Option<Dispatched>>);
 impl PyGpuRank {
     /// Joins the other ranks by `all_gather`, which gives all ranks' bytes to each.
     #[new]
-    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
         device: u32,
         rank: usize,
         ranks: usize,
-        experts: usize,
-        top_k: usize,
-        max_tokens: usize,
-        row_bytes: usize,
-        scale_bytes: usize,
-        hidden: usize,
-        number: &str,
-        alignment: usize,
-        layout: &str,
-        capacity: usize,
-        is_exact: bool,
+        sizes: Sizes,
         multiprocessors: Option<u32>,
-        timeout_ms: f64,
         all_gather: Py<PyAny>,
     ) -> PyResult<Self> {
-        let (number, layout) = (number_of(number)?, layout_of(layout, capacity)?);
-        let shape = Shape {
-            ranks,
-            experts,
-            top_k,
-            max_tokens,
-            row_bytes,
-            scale_bytes,
-            hidden,
-            number,
-            alignment,
-            layout,
-        };
-        let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3).unwrap_or(Duration::MAX);
+        let shape = sizes.shape(ranks)?;
+        let (capacity, timeout) = (sizes.capacity, sizes.timeout());
+        // The sums of that layout are the caller's.
+        let is_exact = sizes.exact && shape.layout != RowLayout::Tokens;
         let options = GpuOptions { capacity, is_exact, multiprocessors, timeout };
         let gpu = open_gpu(device)?;
-        let mut failed = None;
-        let mut gather = |bytes: &[u8]| {
-            Python::attach(|py| gather_by(py, &all_gather, bytes)).map_err(|error| {
-                let sentence = format!("all_gather failed: {error}");
-                failed = Some(error);
-                sentence
-            })
-        };
-        let joined = py.detach(|| join_on_gpu(&shape, rank, &gpu, &options, &mut gather));
-        if let Some(error) = failed {
-            return Err(error);
-        }
-        let joined = joined.map_err(error)?;
+        let joined = joined(py, &all_gather, |gather| join_on_gpu(&shape, rank, &gpu, &options, gather))?;
         let bytes = joined.bytes();
         Ok(PyGpuRank { rank: Own::new(Mutex::new(Some(joined))), bytes })
     }

@@ -265,7 +265,7 @@ class AllToAll:
 
     def close(self) -> None:
         """Takes no part any more. Ranks that wait for this one raise RankLost; a call of another thread ends. On a GPU
-        it waits for all work."""
+        it waits for all work, and graphs that captured calls must not be replayed any more."""
         self._end.close()
 
     def __enter__(self) -> AllToAll:

@@ -15,7 +15,7 @@ class MoeError(Exception):
 
 class CapacityExceeded(MoeError):
     """An expert got more rows than `capacity`. `dispatch` raises it on the expert's rank, and `combine` on each rank
-    that had sent a token there. Later operations work."""
+    that had sent a token there. Later operations work. On a GPU each layout can lack room, and it is for good."""
 
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)

@@ -42,23 +42,7 @@ class GpuEnd:
         noted = Noted(group)
         try:
             self._rank = _core.MoeGpuRank(
-                self._device.index or 0,
-                group.rank,
-                group.size,
-                sizes.experts,
-                sizes.top_k,
-                sizes.max_tokens,
-                sizes.row_bytes,
-                sizes.scale_bytes,
-                sizes.hidden,
-                sizes.dtype,
-                sizes.alignment,
-                sizes.layout,
-                sizes.capacity,
-                sizes.exact and sizes.layout != "tokens",
-                num_sms,
-                sizes.timeout * 1e3,
-                noted.all_gather,
+                self._device.index or 0, group.rank, group.size, sizes, num_sms, noted.all_gather
             )
         except _core.MoeFailure as error:
             noted.raise_what_was_raised()

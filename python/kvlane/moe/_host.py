@@ -23,22 +23,7 @@ class HostEnd:
         self._sizes = sizes
         noted = Noted(group)
         try:
-            self._rank = _core.MoeRank(
-                group.rank,
-                group.size,
-                sizes.experts,
-                sizes.top_k,
-                sizes.max_tokens,
-                sizes.row_bytes,
-                sizes.scale_bytes,
-                sizes.hidden,
-                sizes.dtype,
-                sizes.alignment,
-                sizes.layout,
-                sizes.capacity,
-                sizes.timeout * 1e3,
-                noted.all_gather,
-            )
+            self._rank = _core.MoeRank(group.rank, group.size, sizes, noted.all_gather)
         except _core.MoeFailure as error:
             noted.raise_what_was_raised()
             raise NotJoined(error.args[1]) from None

@@ -265,8 +265,6 @@ impl GpuRank {
             row_bytes: shape.row_bytes as u32,
             scale_bytes: shape.scale_bytes as u32,
             sum_bytes: shape.sum_bytes() as u32,
-            number_kind: shape.number as u32,
-            sequence_blocks: dispatch.blocks,
             timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
             offsets: offsets(layout),
             own,
