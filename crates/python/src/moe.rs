@@ -258,7 +258,8 @@ impl Sizes {
     }
 }
 
-/// Joins ranks by a function of Python's that gathers bytes. What that raises comes before why they did not join.
+/// Joins ranks by a function of Python's that gathers bytes. An exception of that function comes first: the ranks did not join
+/// because of it.
 pub(crate) fn joined<T: Send>(
     py: Python<'_>,
     all_gather: &Py<PyAny>,
