@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -115,7 +116,9 @@ def _rounds(arguments: argparse.Namespace) -> list[list[dict[str, float]]]:
             found = []
             for _ in tqdm(range(_WARM_UP + arguments.rounds), desc="rounds", unit="round", leave=False):
                 for pipe in pipes:
-                    pipe.send("go")
+                    # A rank that has ended has said why, which is heard next.
+                    with suppress(BrokenPipeError):
+                        pipe.send("go")
                 found.append([_heard(pipe) for pipe in pipes])
         finally:
             for process in processes:
