@@ -215,8 +215,10 @@ impl GpuRank {
         let load = |kernel: &'static Kernel, shared: u32| {
             let Residency { each, multiprocessors } =
                 driver.load_kernel(device, kernel, shared).map_err(MoeError::of_gpu)?;
-            // Those of all ranks of a GPU have to run at a time.
+            // Those of all ranks of a GPU have to run at a time. One block a multiprocessor then finds an empty one, whatever
+            // else the others' kernels need of theirs.
             let share = multiprocessors / sharing;
+            let each = if sharing > 1 { each.min(1) } else { each };
             let taken = options.multiprocessors.map_or(share, |most| most.min(share));
             if each * taken == 0 {
                 let name = kernel.entry.to_string_lossy();
