@@ -42,7 +42,8 @@ class Ranks:
         self.host = joined(Meeting(count, self.own, None), self.own, **sizes)
         more = {} if rows is None else {"capacity": rows}
         meeting = Meeting(count, self.own, None)
-        self.gpu = joined(meeting, self.own, device="cuda:0", **sizes, **more)
+        # A rank that hangs is an error soon.
+        self.gpu = joined(meeting, self.own, device="cuda:0", timeout=10.0, **sizes, **more)
         one = torch.cuda.Stream()
         self.streams = [one if is_one_stream else torch.cuda.Stream() for _ in self.own]
 
