@@ -1,4 +1,4 @@
-"""Ranks of kvlane.moe on streams of one GPU, beside ranks in the memory of the host: rows and sums, bit for bit.
+"""Ranks of kvlane.moe on streams of the GPUs, beside ranks in the memory of the host: rows and sums, bit for bit.
 
     python bench/gpu/moe_check.py --seconds 60 --out out/moe-check
 
@@ -40,12 +40,15 @@ class Ranks:
         """`rows`: room for those that come to a GPU, in other layouts than masked."""
         self.own = list(range(count))
         self.host = joined(Meeting(count, self.own, None), self.own, **sizes)
-        more = {} if rows is None else {"capacity": rows}
-        meeting = Meeting(count, self.own, None)
+        more: dict[str, Any] = {} if rows is None else {"capacity": rows}
+        gpus = torch.cuda.device_count()
+        self.devices = [torch.device("cuda", 0 if is_one_stream else rank % gpus) for rank in self.own]
         # A rank that hangs is an error soon.
-        self.gpu = joined(meeting, self.own, device="cuda:0", timeout=10.0, **sizes, **more)
+        more["timeout"] = 10.0
+        meeting = Meeting(count, self.own, None)
+        self.gpu = joined(meeting, self.own, self.devices, **sizes, **more)
         one = torch.cuda.Stream()
-        self.streams = [one if is_one_stream else torch.cuda.Stream() for _ in self.own]
+        self.streams = [one if is_one_stream else torch.cuda.Stream(device) for device in self.devices]
 
     def close(self) -> None:
         for rank in (*self.host, *self.gpu):
@@ -54,6 +57,11 @@ class Ranks:
     def by_host(self, given: list[tuple[Any, ...]], reduced: bool) -> list[tuple[Any, Any]]:
         """Rows and sums of each rank."""
         return in_threads(lambda rank: on_host(self.host[rank], given[rank], reduced), len(self.own))
+
+
+def synchronize() -> None:
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(gpu)
 
 
 def in_threads(act: Any, count: int) -> list[Any]:
@@ -92,8 +100,11 @@ def on_gpu(
     ranks: Ranks, given: list[tuple[Any, ...]], reduced: bool, is_split: bool
 ) -> list[tuple[Any, Any]]:
     """Each call of all ranks, one rank after the other: calls only enqueue."""
-    there = [tuple(None if each is None else each.cuda() for each in of_rank) for of_rank in given]
-    torch.cuda.synchronize()
+    there = [
+        tuple(None if each is None else each.to(device) for each in of_rank)
+        for device, of_rank in zip(ranks.devices, given, strict=True)
+    ]
+    synchronize()
     sent: list[Any] = []
     received: list[Any] = []
     for rank, stream, of_rank in zip(ranks.gpu, ranks.streams, there, strict=True):
@@ -123,7 +134,7 @@ def on_gpu(
                 out = one[0].new_empty((len(of_rank[0]), one[0].shape[-1]))
                 rank._gather(one, out)
                 found.append((got, out))
-    torch.cuda.synchronize()
+    synchronize()
     for rank in ranks.gpu:
         rank.check()
     return found
@@ -250,17 +261,17 @@ def graphs(replays: int, seed: int, count: int = 4) -> dict[str, Any]:
     for tokens in (0, 1, 2, 17, 32, 64, 100, 128):
         reduced = tokens % 2 == 0
         of_ranks = []
-        for rank, stream in zip(ranks.gpu, ranks.streams, strict=True):
-            static = [each.cuda() for each in drawn(source, sizes, tokens)]
+        for rank, stream, device in zip(ranks.gpu, ranks.streams, ranks.devices, strict=True):
+            static = [each.to(device) for each in drawn(source, sizes, tokens)]
             static[1] = static[1].long()
-            torch.cuda.synchronize()
+            synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
                 got = rank.dispatch(*static)
                 out = rank.combine(made_of(got.rows), got, reduced=reduced)
             of_ranks.append((graph, static, got, out))
         kinds.append((tokens, reduced, of_ranks))
-    torch.cuda.synchronize()
+    synchronize()
     wrong, compared = [], 0
     for number in range(replays):
         tokens, reduced, of_ranks = source.choice(kinds)
@@ -281,7 +292,7 @@ def graphs(replays: int, seed: int, count: int = 4) -> dict[str, Any]:
         if number % 7 == 0:
             on_gpu(ranks, [drawn(source, sizes, 5) for _ in ranks.own], True, False)
         if is_compared:
-            torch.cuda.synchronize()
+            synchronize()
             wanted = ranks.by_host(given, reduced)
             for rank in ranks.own:
                 _, _, got, out = of_ranks[rank]
@@ -289,7 +300,7 @@ def graphs(replays: int, seed: int, count: int = 4) -> dict[str, Any]:
                 if names := differences(wanted[rank], (got, out), "experts"):
                     wrong.append({"rank": rank, "tokens": tokens, "what": names, "replay": number})
             compared += 1
-    torch.cuda.synchronize()
+    synchronize()
     for rank in ranks.gpu:
         rank.check()
     found = {"replays": replays, "compared": compared, "wrong": wrong[:20], "wrong_count": len(wrong)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -25,23 +26,16 @@ def main(rank: int, ranks: int, store: str, work: str) -> None:
 
 
 def on_gpu(group: Group, **more: Any) -> AllToAll:
-    return AllToAll(
-        group,
-        experts=EXPERTS,
-        top_k=TOP_K,
-        max_tokens=MOST,
-        hidden=HIDDEN,
-        device="cuda",
-        **more,
-    )
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "max_tokens": MOST, "hidden": HIDDEN, **more}
+    return AllToAll(group, device="cuda", **sizes)
 
 
-def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn(seed: int, experts: int = EXPERTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     tokens = int(torch.randint(0, MOST + 1, (1,), generator=random))
     x = torch.randn(tokens, HIDDEN, generator=random).bfloat16()
     ids = (
-        torch.rand(tokens, EXPERTS, generator=random).topk(TOP_K).indices
+        torch.rand(tokens, experts, generator=random).topk(TOP_K).indices
         if tokens
         else torch.zeros(0, TOP_K).long()
     )
@@ -51,16 +45,16 @@ def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def compare(rank: int, size: int) -> None:
-    """All layouts beside ranks in the memory of the host, bit for bit."""
+    """All layouts beside ranks in the memory of the host, bit for bit. With few experts the last of three has none."""
     group = Group.of_torch()
-    for layout in ("experts", "masked", "tokens"):
-        sizes: dict[str, Any] = {"layout": layout, "scale_bytes": 8}
+    for layout, experts in itertools.product(("experts", "masked", "tokens"), (EXPERTS, 4)):
+        sizes: dict[str, Any] = {"layout": layout, "scale_bytes": 8, "experts": experts}
         if layout == "experts":
             sizes["alignment"] = 4
-        host = AllToAll(group, experts=EXPERTS, top_k=TOP_K, max_tokens=MOST, hidden=HIDDEN, **sizes)
+        host = AllToAll(group, top_k=TOP_K, max_tokens=MOST, hidden=HIDDEN, **sizes)
         with host, on_gpu(group, **sizes) as gpu:
             for number in range(6):
-                x, ids, weights, scales = drawn(100 * number + rank)
+                x, ids, weights, scales = drawn(100 * number + rank, experts)
                 narrow = ids.int() if number % 2 else ids
                 reduced = layout == "tokens" or number % 3 == 1
                 late = weights if number % 3 == 2 and not reduced else None

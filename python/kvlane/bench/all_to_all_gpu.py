@@ -122,13 +122,16 @@ class Meeting:
         return Group(rank, self._size, all_gather)
 
 
-def joined(meeting: Meeting, ranks: list[int], **sizes: Any) -> list[AllToAll]:
-    """An all-to-all for each of these ranks, each made in a thread."""
+def joined(
+    meeting: Meeting, ranks: list[int], devices: list[Any] | None = None, **sizes: Any
+) -> list[AllToAll]:
+    """An all-to-all for each of these ranks, on its device, each made in a thread."""
     made: dict[int, AllToAll | BaseException] = {}
 
     def join(rank: int) -> None:
+        own = {} if devices is None else {"device": devices[ranks.index(rank)]}
         try:
-            made[rank] = AllToAll(meeting.group(rank), **sizes)
+            made[rank] = AllToAll(meeting.group(rank), **sizes, **own)
         except BaseException as error:  # noqa: BLE001 - it is raised by the caller
             made[rank] = error
 

@@ -190,8 +190,8 @@ class _Room:
         by_token = sizes.layout == "tokens"
         self._counts = rows.new_empty(held, dtype=torch.int32)
         # In the layout `tokens` the number of rows that came.
-        numbers = {"experts": held, "masked": 0, "tokens": 1}[sizes.layout]
-        self._starts = rows.new_empty(numbers, dtype=torch.int32) if numbers else None
+        numbers = 1 if by_token else held
+        self._starts = None if sizes.layout == "masked" else rows.new_empty(numbers, dtype=torch.int32)
         self._ids = self._weights = None
         if by_token:
             shape = (sizes.capacity, sizes.top_k)
