@@ -2,14 +2,14 @@
 
 use std::ffi::{CStr, c_void};
 
-/// A kernel's code for a CPU. It does all blocks of a launch.
+/// A kernel's code for a CPU. It does one block of a launch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Body(
-    #[cfg_attr(not(has_bodies), allow(dead_code))] unsafe extern "C" fn(*const c_void, u32),
+    #[cfg_attr(not(has_bodies), allow(dead_code))] unsafe extern "C" fn(*const c_void, u32, u32),
 );
 
 impl Body {
-    /// Runs all blocks of a launch.
+    /// Runs all blocks of a launch, each in a thread: one may wait for another.
     ///
     /// # Safety
     /// The bytes are the kernel's parameters, and all that they name may be used.
@@ -21,8 +21,16 @@ impl Body {
             all[..bytes.len()].copy_from_slice(bytes);
             *word = u64::from_ne_bytes(all);
         }
-        // SAFETY: the caller's promise.
-        unsafe { (self.0)(aligned.as_ptr().cast(), blocks) }
+        std::thread::scope(|scope| {
+            let run = |block| {
+                // SAFETY: the caller's promise; the parameters are only read.
+                unsafe { (self.0)(aligned.as_ptr().cast(), block, blocks) };
+            };
+            for block in 1..blocks {
+                scope.spawn(move || run(block));
+            }
+            run(0);
+        });
     }
 }
 
@@ -34,14 +42,14 @@ mod moe {
     use std::ffi::c_void;
 
     unsafe extern "C" {
-        pub(super) fn kvlane_moe_plan_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_dispatch_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_exact_bf16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_exact_f16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_exact_f32_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_reduced_bf16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_reduced_f16_on_a_cpu(parameters: *const c_void, blocks: u32);
-        pub(super) fn kvlane_moe_reduced_f32_on_a_cpu(parameters: *const c_void, blocks: u32);
+        pub(super) fn kvlane_moe_plan_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_dispatch_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_exact_bf16_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_exact_f16_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_exact_f32_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_bf16_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_f16_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
+        pub(super) fn kvlane_moe_reduced_f32_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
     }
 }
 

@@ -51,7 +51,7 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
     Ok(Arc::new(FakeDriver::new(FakeOptions::default()).map_err(failed)?))
 }
 
-/// The number that a fake says it has. It runs the blocks of a launch one after the other.
+/// The number that a fake says it has. It runs the blocks of a launch at a time, each in a thread.
 const MULTIPROCESSORS: u32 = 8;
 
 /// The GPUs of a fake host.

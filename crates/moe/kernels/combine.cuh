@@ -47,6 +47,8 @@ struct Number {
 // Units of a thread that combine sums at a time, and rows of which it loads them at a time.
 constexpr u32 kUnits = 2;
 constexpr u32 kRowsInFlight = 4;
+// Units of a row that a thread copies at a time.
+constexpr u32 kOfSum = 7;
 
 template <NumberKind kind>
 DEVICE void clear(float (*sums)[8]) {
@@ -99,7 +101,7 @@ DEVICE void sum_here(const Parameters& p, const Group& group, u64 received, u32 
     for (u32 j = 0; j < kUnits; ++j) sum[j] = Number<kind>::round(sums[j]);
 }
 
-// Another rank's row that is sent back, in the order of ranks and slots; exact: for each k.
+// Another rank's row that is sent back, in the order of ranks and slots. Exact and of few rows: a k of it.
 struct Back {
     u32 source, slot, k;
     bool is_one;
@@ -111,21 +113,51 @@ struct Back {
         slot = row / others;
         is_one = slot < p.received[source];
         received = static_cast<u64>(source) * p.max_tokens + slot;
-        if (is_one && each > 1) is_one = p.positions[received * p.top_k + k] >= 0;
+        if (is_one && each > 1) is_one = position(p, k) >= 0;
     }
-    // The word that says that it is there.
-    DEVICE u64* word(const Parameters& p, u64 number, bool is_exact) const {
-        const u64 offset = is_exact ? p.pair_words + pair_index(p, number, p.tokens_received[received], k) * sizeof(u64)
-                                    : p.sum_words + slot_index(p, number, p.rank, slot) * sizeof(u64);
-        return word_at(p, source, offset);
-    }
+    DEVICE i32 position(const Parameters& p, u32 k) const { return p.positions[received * p.top_k + k]; }
 };
+
+// Sends back the row of an expert.
+DEVICE void send_pair(const Parameters& p, const Group& group, const Back& back, u64 number, u32 k, i32 position) {
+    const u64 pair = pair_index(p, number, p.tokens_received[back.received], k);
+    char* row = p.heap[back.source] + p.pairs + pair * p.sum_stride;
+    copy_row<kOfSum>(group, row, p.y + static_cast<u64>(position) * p.sum_bytes, p.sum_bytes);
+}
+
+// Says that it is there.
+DEVICE void tell_pair(const Parameters& p, const Back& back, u64 number, u32 k) {
+    const u64 pair = pair_index(p, number, p.tokens_received[back.received], k);
+    store_release(word_at(p, back.source, p.pair_words + pair * sizeof(u64)), number);
+}
+
+// Sends back the sum over the experts here.
+template <NumberKind kind>
+DEVICE void send_sum(const Parameters& p, const Group& group, const Back& back, u64 number) {
+    const u32 units = p.sum_bytes / kUnit;
+    char* row = p.heap[back.source] + p.sums + slot_index(p, number, p.rank, back.slot) * p.sum_stride;
+    for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
+        uint4 sum[kUnits];
+        sum_here<kind>(p, group, back.received, first, units, sum);
+        UNROLL
+        for (u32 j = 0; j < kUnits; ++j) {
+            const u32 unit = first + j * group.size;
+            if (unit < units) store_unit(row + static_cast<u64>(unit) * kUnit, sum[j]);
+        }
+    }
+}
+
+DEVICE void tell_sum(const Parameters& p, const Back& back, u64 number) {
+    const u64 index = slot_index(p, number, p.rank, back.slot);
+    store_release(word_at(p, back.source, p.sum_words + index * sizeof(u64)), number);
+}
 
 template <NumberKind kind, bool is_exact>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
     const Group group(p.send_group, of_role, in_role);
-    const u32 each = is_exact ? p.top_k : 1, units = p.sum_bytes / kUnit;
+    // Of few rows each pair is a task, so more groups have one; of many a group waits once for all pairs of a row.
+    const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
     for (u32 source = 0; source < p.ranks; ++source) {
         if (source != p.rank && p.received[source] > most) most = p.received[source];
@@ -135,27 +167,29 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
     for (u32 task = group.first; task < tasks; task += group.step) {
         const Back back(p, task, each);
         if (!back.is_one) continue;
-        if (is_exact) {
-            const u64 pair = back.received * p.top_k + back.k;
-            char* row = p.heap[back.source] + p.pairs +
-                        pair_index(p, number, p.tokens_received[back.received], back.k) * p.sum_stride;
-            copy_row(group, row, p.y + static_cast<u64>(p.positions[pair]) * p.sum_bytes, p.sum_bytes);
+        if (!is_exact) {
+            send_sum<kind>(p, group, back, number);
+            ++rows;
+        } else if (each > 1) {
+            send_pair(p, group, back, number, back.k, back.position(p, back.k));
+            ++rows;
         } else {
-            char* row = p.heap[back.source] + p.sums + slot_index(p, number, p.rank, back.slot) * p.sum_stride;
-            for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
-                uint4 sum[kUnits];
-                sum_here<kind>(p, group, back.received, first, units, sum);
-                UNROLL
-                for (u32 j = 0; j < kUnits; ++j) {
-                    const u32 unit = first + j * group.size;
-                    if (unit < units) store_unit(row + static_cast<u64>(unit) * kUnit, sum[j]);
-                }
+            for (u32 k = 0; k < p.top_k; ++k) {
+                const i32 position = back.position(p, k);
+                if (position < 0) continue;
+                send_pair(p, group, back, number, k, position);
+                ++rows;
             }
         }
-        ++rows;
         if (p.is_late) continue;
         group.sync();
-        if (group.lane == 0) store_release(back.word(p, number, is_exact), number);
+        if (!is_exact) {
+            if (group.lane == 0) tell_sum(p, back, number);
+        } else {
+            for (u32 k = group.lane; k < p.top_k; k += group.size) {
+                if (back.position(p, k) >= 0) tell_pair(p, back, number, k);
+            }
+        }
     }
     count_rows(p, group, kRowsSent, rows);
     if (!p.is_late) return;
@@ -164,7 +198,12 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
     for (u64 task = group.first + static_cast<u64>(group.lane) * group.step; task < tasks;
          task += static_cast<u64>(group.size) * group.step) {
         const Back back(p, static_cast<u32>(task), each);
-        if (back.is_one) store_release(back.word(p, number, is_exact), number);
+        if (!back.is_one) continue;
+        if (is_exact) {
+            tell_pair(p, back, number, back.k);
+        } else {
+            tell_sum(p, back, number);
+        }
     }
 }
 
@@ -225,21 +264,20 @@ template <NumberKind kind, bool is_exact>
 DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     const Group group(p.receive_group, of_role, in_role);
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
-    // The sum over this rank's experts is made before the wait, if a thread holds all of its part of it.
-    const bool is_one_step = units <= kUnits * group.size;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
         const u32 own = p.slot[token * p.ranks + p.rank];
         const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
-        const bool has_own = !is_exact && own != kNowhere;
-        uint4 own_sum[kUnits];
-        if (has_own && is_one_step) sum_here<kind>(p, group, own_received, group.lane, units, own_sum);
-        wait_for_sums<is_exact>(p, group, number, token);
-        group.sync();
         char* out = p.out + static_cast<u64>(token) * p.sum_bytes;
         for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
+            // The sum over this rank's experts, before the wait.
+            uint4 own_sum[kUnits];
+            if (!is_exact && own != kNowhere) sum_here<kind>(p, group, own_received, first, units, own_sum);
+            if (first == group.lane) {
+                wait_for_sums<is_exact>(p, group, number, token);
+                group.sync();
+            }
             float sums[kUnits][8];
             clear<kind>(sums);
-            if (has_own && !is_one_step) sum_here<kind>(p, group, own_received, first, units, own_sum);
             for (u32 begin = 0; begin < parts; begin += kRowsInFlight) {
                 Part part[kRowsInFlight];
                 uint4 loaded[kRowsInFlight][kUnits];

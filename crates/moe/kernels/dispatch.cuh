@@ -91,6 +91,7 @@ struct Arrivals {
 // Waits for the counts of all ranks. False: they did not come.
 DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 number, bool is_first) {
     const u32 words = p.experts_a_rank + 1, here = p.experts_here;
+    bool is_bad = false;
     for (u32 i = thread(); i < p.ranks * words; i += threads()) {
         const u32 source = i / words, expert = i % words;
         u64 value = 0;
@@ -98,10 +99,11 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             const auto compare = [number](u64 seen) {
                 return static_cast<i64>(static_cast<i32>(static_cast<u32>(seen >> 32) - static_cast<u32>(number)));
             };
-            wait(p, count_word(p, p.rank, number, source, expert), source, kCounts, &value, compare);
+            is_bad = !wait(p, count_word(p, p.rank, number, source, expert), source, kCounts, &value, compare) || is_bad;
             const u32 most = expert == p.experts_a_rank ? p.max_tokens : p.max_tokens * p.top_k;
             if (static_cast<u32>(value) > most) {
                 fail(p, kNonsense, source, kCounts, 0);
+                is_bad = true;
                 value = 0;
             }
         }
@@ -143,7 +145,10 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
                                                       : slots;
         if (thread() == 0) {
             if (is_first && p.arrangement == kTokens) p.out_starts[0] = static_cast<i32>(slots);
-            if (needed > p.capacity) fail(p, kCapacity, p.rank, kCounts, needed);
+            if (needed > p.capacity) {
+                fail(p, kCapacity, p.rank, kCounts, needed);
+                is_bad = true;
+            }
         }
     }
     if (is_first) {
@@ -151,7 +156,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             p.received[source] = arrivals.counts[source * words + p.experts_a_rank];
         }
     }
-    return !has_block_failed(p);
+    return !any_of_block(is_bad);
 }
 
 // The position of a row of which a source says this, kNowhere if it is not for an expert here.

@@ -35,28 +35,32 @@ DEVICE void copy_bytes(const Group& group, char* to, const char* from, u32 bytes
 }
 
 // Loads units of a row that lie a group apart, from this thread's first on.
+template <u32 most = kInFlight>
 DEVICE void load_units(const Group& group, uint4* units, const char* row, u32 first, u32 count) {
     UNROLL
-    for (u32 j = 0; j < kInFlight; ++j) {
+    for (u32 j = 0; j < most; ++j) {
         const u32 unit = first + j * group.size;
         if (unit < count) units[j] = load_unit(row + static_cast<u64>(unit) * kUnit);
     }
 }
 
+template <u32 most = kInFlight>
 DEVICE void store_units(const Group& group, const uint4* units, char* row, u32 first, u32 count) {
     UNROLL
-    for (u32 j = 0; j < kInFlight; ++j) {
+    for (u32 j = 0; j < most; ++j) {
         const u32 unit = first + j * group.size;
         if (unit < count) store_unit(row + static_cast<u64>(unit) * kUnit, units[j]);
     }
 }
 
+// Copies a row, `most` units of a thread at a time.
+template <u32 most>
 DEVICE void copy_row(const Group& group, char* to, const char* from, u32 bytes) {
     const u32 count = bytes / kUnit;
-    for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
-        uint4 units[kInFlight];
-        load_units(group, units, from, first, count);
-        store_units(group, units, to, first, count);
+    for (u32 first = group.lane; first - group.lane < count; first += most * group.size) {
+        uint4 units[most];
+        load_units<most>(group, units, from, first, count);
+        store_units<most>(group, units, to, first, count);
     }
 }
 

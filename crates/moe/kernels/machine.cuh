@@ -167,7 +167,7 @@ struct uint4 {
 constexpr u32 kMemoryOfBlock = 256 << 10;
 
 static thread_local u32 this_block, all_blocks;
-// Of a launch. As a thread's own array it would take that much of the stack of every thread.
+// As a thread's own array it would take that much of the stack of every thread.
 static thread_local char* memory_of_block;
 
 DEVICE u32 thread() { return 0; }
@@ -264,18 +264,16 @@ DEVICE u32 bfloat_of(float value) {
 DEVICE u32 halves_of(float low, float high) { return half_of(low) | half_of(high) << 16; }
 DEVICE u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of(high) << 16; }
 
-// A function that does all blocks of a launch, one after the other.
-#define KERNEL(name, most_threads, at_a_time)                              \
-    static void name##_block(const Parameters& p);                         \
-    extern "C" void name##_on_a_cpu(const void* parameters, u32 blocks) {  \
-        all_blocks = blocks;                                               \
-        memory_of_block = static_cast<char*>(std::malloc(kMemoryOfBlock)); \
-        for (u32 each = 0; each < blocks; ++each) {                        \
-            this_block = each;                                             \
-            name##_block(*static_cast<const Parameters*>(parameters));     \
-        }                                                                  \
-        std::free(memory_of_block);                                        \
-    }                                                                      \
+// A function that does a block of a launch. All blocks run at a time, as on a GPU.
+#define KERNEL(name, most_threads, at_a_time)                                         \
+    static void name##_block(const Parameters& p);                                    \
+    extern "C" void name##_on_a_cpu(const void* parameters, u32 each, u32 launched) { \
+        this_block = each;                                                            \
+        all_blocks = launched;                                                        \
+        memory_of_block = static_cast<char*>(std::malloc(kMemoryOfBlock));            \
+        name##_block(*static_cast<const Parameters*>(parameters));                    \
+        std::free(memory_of_block);                                                   \
+    }                                                                                 \
     static void name##_block(const Parameters& p)
 
 #endif

@@ -11,31 +11,28 @@
 #include "dispatch.cuh"
 
 // Blocks of experts, then a block for each rank.
-KERNEL(kvlane_moe_plan, kThreads, 1) {
+KERNEL(kvlane_moe_plan, kPlanThreads, 1) {
     SHARED_MEMORY;
     if (has_block_failed(p)) return;
     const Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
     const u32 blocks_of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
-    u32* bits = reinterpret_cast<u32*>(shared_memory);
-    u32* before = bits + kExpertsOfPlanBlock * words_of(p.tokens);
-    if (block() < blocks_of_experts) {
-        const u32 begin = block() * kExpertsOfPlanBlock;
-        plan_experts(p, plan, nullptr, begin, least(begin + kExpertsOfPlanBlock, p.experts), bits, before);
-    } else {
-        const u32 rank = block() - blocks_of_experts;
-        if (rank == 0) read_ids(p, p.expert);
-        plan_ranks(p, plan, nullptr, rank, rank + 1, bits, before);
-    }
+    const bool is_of_rank = block() >= blocks_of_experts;
+    const u32 expert = is_of_rank ? 0 : block() * kExpertsOfPlanBlock, rank = is_of_rank ? block() - blocks_of_experts : 0;
+    const u32 experts = is_of_rank ? 0 : least(kExpertsOfPlanBlock, p.experts - expert);
+    const Planned part(expert, experts, rank, is_of_rank, reinterpret_cast<u32*>(shared_memory), words_of(p.tokens));
+    read_ids(p, block() * threads() + thread(), blocks() * threads(), p.expert);
+    block_sync();
+    plan_part(p, plan, nullptr, part);
 }
 
 KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     SHARED_MEMORY;
     const u64 number = next_number(p);
-    if (has_block_failed(p)) return;
     const Role role(p);
     Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
+    const bool plans = p.plan_bytes > 0 && (p.phases & kSend);
     // A wrong id is known before anything is sent.
-    if (p.plan_bytes > 0 && (p.phases & kSend) && !plan_for_itself(p, shared_memory, &plan)) return;
+    if (plans ? !plan_for_itself(p, shared_memory, &plan) : has_block_failed(p)) return;
     if (role.sends) send_rows(p, plan, number, role.of_senders, role.senders);
     if (role.receives) receive_rows(p, plan, shared_memory + p.plan_bytes, number, role.of_receivers, role.receivers);
     if (p.phases & kReceive) end_number(p, number);

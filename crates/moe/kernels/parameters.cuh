@@ -7,6 +7,7 @@
 namespace {
 
 constexpr u32 kThreads = 512;
+constexpr u32 kPlanThreads = 1024;
 constexpr u32 kRanks = 16;
 constexpr u32 kTopK = 32;
 constexpr u32 kNowhere = ~0u;
@@ -31,6 +32,8 @@ struct Parameters {
     u32 row_bytes, scale_bytes, sum_bytes, phases;
     u32 senders, send_group, receive_group, plan_bytes;
     u32 is_late, unused;
+    // 2^31 divided by that, rounded up: see `divided`.
+    u32 top_k_inverse, experts_a_rank_inverse;
     u64 timeout_ns;
     // Offsets in the memory of each rank.
     u64 counts_at, row_words, rows, row_stride, scales_at, rest_at, sum_words, sums, sum_stride, pair_words, pairs;
@@ -56,7 +59,7 @@ struct Parameters {
     struct Control* control;
     char* heap[kRanks];
 };
-static_assert(sizeof(Parameters) == 88 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
+static_assert(sizeof(Parameters) == 96 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
 
 // Pinned memory of the host.
 struct Control {
@@ -71,6 +74,8 @@ static_assert(sizeof(Control) == 32, "shared with Rust");
 
 DEVICE u32 round_up(u32 value, u32 multiple) { return (value + multiple - 1) / multiple * multiple; }
 DEVICE u32 least(u32 a, u32 b) { return a < b ? a : b; }
+// A number divided by another one, whose inverse is known: exact if both together have at most 31 bits.
+DEVICE u32 divided(u32 number, u32 inverse) { return static_cast<u32>(static_cast<u64>(number) * inverse >> 31); }
 DEVICE u32 words_of(u32 tokens) { return (tokens + 31) / 32; }
 
 DEVICE u64* word_at(const Parameters& p, u32 rank, u64 offset) { return reinterpret_cast<u64*>(p.heap[rank] + offset); }

@@ -2,10 +2,10 @@
 
 use kvlane_gpu::{Kernel, Module, compiled};
 
-use super::limits::THREADS;
+use super::limits::{PLAN_THREADS, THREADS};
 
 static MODULE: Module = compiled!("moe", "../../kernels/moe");
-pub(super) static PLAN: Kernel = Kernel { module: &MODULE, entry: c"kvlane_moe_plan", threads: THREADS };
+pub(super) static PLAN: Kernel = Kernel { module: &MODULE, entry: c"kvlane_moe_plan", threads: PLAN_THREADS };
 pub(super) static DISPATCH: Kernel =
     Kernel { module: &MODULE, entry: c"kvlane_moe_dispatch", threads: THREADS };
 /// Combines, exact ones and reduced ones, each for bf16, f16 and f32.
@@ -57,9 +57,12 @@ mod tests {
             assert!(MODULE.ptx.contains(&format!(".entry {}(", kernel.entry.to_str().unwrap())));
         }
         let parameters = SOURCES[5].1;
-        for (name, value) in
-            [("kThreads", THREADS as usize), ("kRanks", GPU_RANKS_MAX), ("kTopK", crate::TOP_K_MAX)]
-        {
+        for (name, value) in [
+            ("kThreads", THREADS as usize),
+            ("kPlanThreads", PLAN_THREADS as usize),
+            ("kRanks", GPU_RANKS_MAX),
+            ("kTopK", crate::TOP_K_MAX),
+        ] {
             assert!(parameters.contains(&format!("{name} = {value};")), "{name}");
         }
     }

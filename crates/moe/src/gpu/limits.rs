@@ -9,3 +9,5 @@ pub const GPU_EXPERTS_MAX: usize = 1 << 12;
 
 /// Threads of a block.
 pub(super) const THREADS: u32 = 512;
+/// Threads of a block of the plan's own launch.
+pub(super) const PLAN_THREADS: u32 = 1024;

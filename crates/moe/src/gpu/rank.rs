@@ -267,6 +267,8 @@ impl GpuRank {
             row_bytes: shape.row_bytes as u32,
             scale_bytes: shape.scale_bytes as u32,
             sum_bytes: shape.sum_bytes() as u32,
+            top_k_inverse: inverse(shape.top_k),
+            experts_a_rank_inverse: inverse(shape.experts_a_rank()),
             timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
             offsets: offsets(layout),
             own,
@@ -598,6 +600,11 @@ impl Dispatched {
     pub fn tokens(&self) -> usize {
         self.tokens
     }
+}
+
+/// What a kernel multiplies by instead of dividing.
+fn inverse(divisor: usize) -> u32 {
+    (1_u32 << 31).div_ceil(divisor as u32)
 }
 
 fn offsets(layout: &Layout) -> Offsets {
