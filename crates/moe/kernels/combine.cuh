@@ -155,7 +155,7 @@ DEVICE void tell_sum(const Parameters& p, const Back& back, u64 number) {
 template <NumberKind kind, bool is_exact>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
-    const Group group(p.send_group, of_role, in_role);
+    const Group group(p.send_group, of_role, in_role, false);
     // Of few rows each pair is a task, so more groups have one; of many a group waits once for all pairs of a row.
     const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
@@ -262,7 +262,7 @@ DEVICE Part part_of(const Parameters& p, u64 number, u32 token, u32 own, u32 ind
 // Sums up this rank's tokens.
 template <NumberKind kind, bool is_exact>
 DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
-    const Group group(p.receive_group, of_role, in_role);
+    const Group group(p.receive_group, of_role, in_role, true);
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
         const u32 own = p.slot[token * p.ranks + p.rank];

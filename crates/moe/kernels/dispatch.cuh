@@ -55,7 +55,7 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_
             store_relaxed(count_word(p, rank, number, p.rank, here), number << 32 | count);
         }
     }
-    const Group group(p.send_group, of_role, in_role);
+    const Group group(p.send_group, of_role, in_role, false);
     u32 most = 0;
     for (u32 rank = 0; rank < p.ranks; ++rank) {
         if (rank != p.rank && plan.sent[rank] > most) most = plan.sent[rank];
@@ -230,7 +230,7 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
     arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
     OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.firsts + p.ranks);
     if (!receive_counts(p, arrivals, number, of_role == 0)) return;
-    const Group group(p.receive_group, of_role, in_role);
+    const Group group(p.receive_group, of_role, in_role, true);
     OfGroup* of_group = of_groups + group.index;
     u32 most = 0;
     for (u32 source = 0; source < p.ranks; ++source) {

@@ -6,18 +6,23 @@
 
 namespace {
 
+// Groups of a block at most.
+constexpr u32 kGroups = 4;
+
 // Threads of a block that share a row.
 struct Group {
-    u32 index, lane, size, first, step;
-    DEVICE Group(u32 wanted, u32 of_role, u32 in_role) {
+    u32 index, lane, size, first, step, barrier;
+    // Barriers of senders and receivers differ: a thread that receives meets none that still sends, with other groups.
+    DEVICE Group(u32 wanted, u32 of_role, u32 in_role, bool receives) {
         size = least(wanted, threads());
         index = thread() / size;
         lane = thread() % size;
         const u32 here = threads() / size;
         first = index * in_role + of_role;
         step = here * in_role;
+        barrier = index + (receives ? kGroups : 0);
     }
-    DEVICE void sync() const { group_sync(index, size); }
+    DEVICE void sync() const { group_sync(barrier, size); }
 };
 
 // Copies bytes that need not be whole units.

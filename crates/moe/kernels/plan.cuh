@@ -192,8 +192,9 @@ DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
     plan->sent = take(p.ranks);
     plan->counts = take(p.experts);
     const Planned all(0, p.experts, 0, p.ranks, at, words);
+    const bool has_failed_before = has_failed(p);
     const bool is_wrong = read_ids(p, thread(), threads(), plan->expert);
-    if (any_of_block(is_wrong || has_failed(p))) return false;
+    if (any_of_block(is_wrong || has_failed_before)) return false;
     plan_part(p, *plan, plan->expert, all);
     block_sync();
     return true;
