@@ -54,7 +54,6 @@ def other(pipe: Connection, kind: str, timeout: float) -> None:
     rank = AllToAll(Group(1, 2, met_over(pipe)), device="cuda", timeout=timeout, **SIZES)
     if kind == KINDS[1]:
         rank.dispatch(*mine)
-        torch.cuda.synchronize()
     pipe.send("there")
     while kind in KINDS[2:]:
         in_and_out(rank, *mine)

@@ -44,16 +44,25 @@ struct Number {
     }
 };
 
-// Units of a thread that combine sums at a time, and rows of which it loads them at a time.
-constexpr u32 kUnits = 2;
-constexpr u32 kRowsInFlight = 4;
+// Units of a thread that are summed at a time, and rows of which it loads them at a time. Many rows wait for each other less if a
+// group has more units of each.
+template <u32 units, u32 rows, u32 parts>
+struct Step {
+    static constexpr u32 kUnits = units;
+    static constexpr u32 kRows = rows;
+    // Rows of a token's sum.
+    static constexpr u32 kParts = parts;
+};
+using OfFew = Step<2, 4, 4>;
+using OfMany = Step<4, 2, 1>;
+
 // Units of a row that a thread copies at a time.
 constexpr u32 kOfSum = 7;
 
-template <NumberKind kind>
+template <NumberKind kind, u32 units>
 DEVICE void clear(float (*sums)[8]) {
     UNROLL
-    for (u32 j = 0; j < kUnits; ++j) {
+    for (u32 j = 0; j < units; ++j) {
         UNROLL
         for (u32 i = 0; i < Number<kind>::kElements; ++i) sums[j][i] = 0;
     }
@@ -61,13 +70,14 @@ DEVICE void clear(float (*sums)[8]) {
 
 // The weighted sum of the rows that experts here made of a received token, in the order of k. Units from `first` on. Layout
 // `tokens`: the one row, which the caller has summed.
-template <NumberKind kind>
+template <NumberKind kind, typename Step>
 DEVICE void sum_here(const Parameters& p, const Group& group, u64 received, u32 first, u32 end, uint4* sum) {
     const Few<i32> positions(p.positions + received * p.top_k, p.top_k, -1);
     const Few<float> weights(p.weights_received + received * p.top_k, p.top_k, 0.f);
     const bool is_weighted = p.arrangement != kTokens;
+    constexpr u32 kUnits = Step::kUnits, kRowsInFlight = Step::kRows;
     float sums[kUnits][8];
-    clear<kind>(sums);
+    clear<kind, kUnits>(sums);
     u32 left = positions.not_below_zero();
     while (left != 0) {
         u32 ks[kRowsInFlight];
@@ -132,13 +142,14 @@ DEVICE void tell_pair(const Parameters& p, const Back& back, u64 number, u32 k) 
 }
 
 // Sends back the sum over the experts here.
-template <NumberKind kind>
+template <NumberKind kind, typename Step>
 DEVICE void send_sum(const Parameters& p, const Group& group, const Back& back, u64 number) {
+    constexpr u32 kUnits = Step::kUnits;
     const u32 units = p.sum_bytes / kUnit;
     char* row = p.heap[back.source] + p.sums + slot_index(p, number, p.rank, back.slot) * p.sum_stride;
     for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
         uint4 sum[kUnits];
-        sum_here<kind>(p, group, back.received, first, units, sum);
+        sum_here<kind, Step>(p, group, back.received, first, units, sum);
         UNROLL
         for (u32 j = 0; j < kUnits; ++j) {
             const u32 unit = first + j * group.size;
@@ -152,14 +163,14 @@ DEVICE void tell_sum(const Parameters& p, const Back& back, u64 number) {
     store_release(word_at(p, back.source, p.sum_words + index * sizeof(u64)), number);
 }
 
-template <NumberKind kind, bool is_exact>
+template <NumberKind kind, bool is_exact, typename Step>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
     const Group group(p.send_group, of_role, in_role, false);
     // Of few rows each pair is a task, so more groups have one; of many a group waits once for all pairs of a row.
     const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
-    for (u32 source = 0; source < p.ranks; ++source) {
+    ROLLED for (u32 source = 0; source < p.ranks; ++source) {
         if (source != p.rank && p.received[source] > most) most = p.received[source];
     }
     const u32 tasks = most * (p.ranks - 1) * each;
@@ -168,13 +179,13 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
         const Back back(p, task, each);
         if (!back.is_one) continue;
         if (!is_exact) {
-            send_sum<kind>(p, group, back, number);
+            send_sum<kind, Step>(p, group, back, number);
             ++rows;
         } else if (each > 1) {
             send_pair(p, group, back, number, back.k, back.position(p, back.k));
             ++rows;
         } else {
-            for (u32 k = 0; k < p.top_k; ++k) {
+            ROLLED for (u32 k = 0; k < p.top_k; ++k) {
                 const i32 position = back.position(p, k);
                 if (position < 0) continue;
                 send_pair(p, group, back, number, k, position);
@@ -186,7 +197,7 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
         if (!is_exact) {
             if (group.lane == 0) tell_sum(p, back, number);
         } else {
-            for (u32 k = group.lane; k < p.top_k; k += group.size) {
+            ROLLED for (u32 k = group.lane; k < p.top_k; k += group.size) {
                 if (back.position(p, k) >= 0) tell_pair(p, back, number, k);
             }
         }
@@ -260,8 +271,9 @@ DEVICE Part part_of(const Parameters& p, u64 number, u32 token, u32 own, u32 ind
 }
 
 // Sums up this rank's tokens.
-template <NumberKind kind, bool is_exact>
+template <NumberKind kind, bool is_exact, typename Step>
 DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
+    constexpr u32 kUnits = Step::kUnits, kParts = Step::kParts;
     const Group group(p.receive_group, of_role, in_role, true);
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
@@ -271,18 +283,18 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
         for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
             // The sum over this rank's experts, before the wait.
             uint4 own_sum[kUnits];
-            if (!is_exact && own != kNowhere) sum_here<kind>(p, group, own_received, first, units, own_sum);
+            if (!is_exact && own != kNowhere) sum_here<kind, Step>(p, group, own_received, first, units, own_sum);
             if (first == group.lane) {
                 wait_for_sums<is_exact>(p, group, number, token);
                 group.sync();
             }
             float sums[kUnits][8];
-            clear<kind>(sums);
-            for (u32 begin = 0; begin < parts; begin += kRowsInFlight) {
-                Part part[kRowsInFlight];
-                uint4 loaded[kRowsInFlight][kUnits];
+            clear<kind, kUnits>(sums);
+            ROLLED for (u32 begin = 0; begin < parts; begin += kParts) {
+                Part part[kParts];
+                uint4 loaded[kParts][kUnits];
                 UNROLL
-                for (u32 u = 0; u < kRowsInFlight; ++u) {
+                for (u32 u = 0; u < kParts; ++u) {
                     part[u] = part_of<is_exact>(p, number, token, own, begin + u);
                     UNROLL
                     for (u32 j = 0; j < kUnits; ++j) {
@@ -295,7 +307,7 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
                     }
                 }
                 UNROLL
-                for (u32 u = 0; u < kRowsInFlight; ++u) {
+                for (u32 u = 0; u < kParts; ++u) {
                     if (part[u].from == nullptr) continue;
                     UNROLL
                     for (u32 j = 0; j < kUnits; ++j) Number<kind>::add(sums[j], loaded[u][j], part[u].weight, is_exact);
@@ -311,7 +323,7 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
     if (of_role == 0 && thread() < kWarp) {
         // Rows that others sent back, by one warp: for each expert, or for each rank, of theirs.
         u32 rows = 0;
-        for (u32 i = thread(); i < (is_exact ? p.experts : p.ranks); i += kWarp) {
+        ROLLED for (u32 i = thread(); i < (is_exact ? p.experts : p.ranks); i += kWarp) {
             const u32 rank = is_exact ? i / p.experts_a_rank : i;
             if (rank != p.rank) rows += is_exact ? p.expert_counts[i] : p.sent[i];
         }
@@ -320,14 +332,23 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
     }
 }
 
+template <NumberKind kind, bool is_exact, typename Step>
+DEVICE void send_and_sum(const Parameters& p) {
+    const u64 number = load_once(p.number);
+    const Role role(p);
+    if (role.sends) send_back<kind, is_exact, Step>(p, number, role.of_senders, role.senders);
+    if (role.receives) sum_tokens<kind, is_exact, Step>(p, number, role.of_receivers, role.receivers);
+}
+
 template <NumberKind kind, bool is_exact>
 DEVICE void combine(const Parameters& p) {
     if (has_block_failed(p)) return;
-    const u64 number = load_once(p.number);
-    const Role role(p);
     if ((p.phases & kReceive) && block() == 0 && thread() == 0) add_global(p.stats + kCombines, 1);
-    if (role.sends) send_back<kind, is_exact>(p, number, role.of_senders, role.senders);
-    if (role.receives) sum_tokens<kind, is_exact>(p, number, role.of_receivers, role.receivers);
+    if (is_exact || p.is_late) {
+        send_and_sum<kind, is_exact, OfFew>(p);
+    } else {
+        send_and_sum<kind, is_exact, OfMany>(p);
+    }
 }
 
 }  // namespace

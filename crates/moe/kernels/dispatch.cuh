@@ -30,7 +30,7 @@ DEVICE void send_row(const Parameters& p, const Plan& plan, const Group& group, 
     load_units(group, units, from, group.lane, count);
     u32 index = group.lane;
     u32 number = index < numbers ? description(p, plan, rank, token, index) : 0;
-    copy_bytes(group, row + p.scales_at, p.scales + static_cast<u64>(token) * p.scale_bytes, p.scale_bytes);
+    copy_pieces(group, p.scale_piece, row + p.scales_at, p.scales + static_cast<u64>(token) * p.scale_bytes, p.scale_bytes);
     store_units(group, units, row, group.lane, count);
     for (u32 first = group.lane + kInFlight * group.size; first - group.lane < count; first += kInFlight * group.size) {
         load_units(group, units, from, first, count);
@@ -44,10 +44,80 @@ DEVICE void send_row(const Parameters& p, const Plan& plan, const Group& group, 
     }
 }
 
-DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_role, u32 in_role) {
+// A row that this rank sends: to whom, and which slot it takes there.
+struct Sent {
+    u32 rank, slot;
+    DEVICE Sent(const Parameters& p, u32 task) {
+        const u32 others = p.ranks - 1;
+        rank = (p.rank + 1 + task % others) % p.ranks;
+        slot = task / others;
+    }
+    DEVICE u64 index(const Parameters& p, u64 number) const { return slot_index(p, number, p.rank, slot); }
+    DEVICE char* row(const Parameters& p, u64 number) const { return p.heap[rank] + p.rows + index(p, number) * p.row_stride; }
+    DEVICE u64* word(const Parameters& p, u64 number) const {
+        return word_at(p, rank, p.row_words + index(p, number) * sizeof(u64));
+    }
+};
+
+#ifdef HAS_BULK_COPIES
+// Sends rows through the block's memory, a warp each: fewer blocks keep a link busy than with stores of threads.
+DEVICE void send_rows_in_bulk(
+    const Parameters& p, const Plan& plan, char* memory, u64 number, u32 tasks, u32 of_role, u32 in_role) {
+    const u32 warp = thread() / kWarp, lane = thread() % kWarp;
+    if (warp >= p.bulk_rows) return;
+    char* buffer = memory + warp * p.row_stride;
+    u64* barrier = reinterpret_cast<u64*>(memory + p.bulk_rows * p.row_stride) + warp;
+    if (lane == 0) begin_barrier(barrier);
+    warp_sync();
+    u32 parity = 0, rows = 0;
+    ROLLED for (u32 task = warp * in_role + of_role; task < tasks; task += in_role * p.bulk_rows) {
+        const Sent sent(p, task);
+        if (sent.slot >= plan.sent[sent.rank]) continue;
+        const u32 token = plan.list[sent.rank * p.tokens + sent.slot], numbers = 3 * p.top_k + 1;
+        if (lane == 0) {
+            expect_bytes(barrier, p.row_bytes + p.scale_bytes);
+            bulk_load(buffer, p.x + static_cast<u64>(token) * p.row_bytes, p.row_bytes, barrier);
+            if (p.scale_bytes > 0) {
+                const char* scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
+                bulk_load(buffer + p.scales_at, scales, p.scale_bytes, barrier);
+            }
+        }
+        ROLLED for (u32 index = lane; index < numbers; index += kWarp) {
+            reinterpret_cast<u32*>(buffer + p.rest_at)[index] = description(p, plan, sent.rank, token, index);
+        }
+        fence_for_bulk();
+        warp_sync();
+        wait_for_bytes(barrier, parity);
+        parity ^= 1;
+        if (lane == 0) {
+            bulk_store(sent.row(p, number), buffer, static_cast<u32>(p.rest_at) + round_up(numbers * sizeof(u32), kUnit));
+            store_release(sent.word(p, number), number);
+        }
+        warp_sync();
+        ++rows;
+    }
+    if (lane == 0 && rows > 0) add_global(p.stats + kRowsSent, rows);
+}
+#endif
+
+DEVICE void send_rows_by_threads(const Parameters& p, const Plan& plan, u64 number, u32 tasks, u32 of_role, u32 in_role) {
+    const Group group(p.send_group, of_role, in_role, false);
+    u32 rows = 0;
+    ROLLED for (u32 task = group.first; task < tasks; task += group.step) {
+        const Sent sent(p, task);
+        if (sent.slot >= plan.sent[sent.rank]) continue;
+        send_row(p, plan, group, sent.row(p, number), sent.rank, plan.list[sent.rank * p.tokens + sent.slot]);
+        group.sync();
+        if (group.lane == 0) store_release(sent.word(p, number), number);
+        ++rows;
+    }
+    count_rows(p, group, kRowsSent, rows);
+}
+
+DEVICE void send_rows(const Parameters& p, const Plan& plan, [[maybe_unused]] char* memory, u64 number, u32 of_role, u32 in_role) {
     if (of_role == 0) {
         const u32 words = p.experts_a_rank + 1;
-        for (u32 i = thread(); i < p.ranks * words; i += threads()) {
+        ROLLED for (u32 i = thread(); i < p.ranks * words; i += threads()) {
             const u32 rank = i / words, here = i % words, expert = rank * p.experts_a_rank + here;
             const bool is_slots = here == p.experts_a_rank;
             if (!is_slots && expert >= p.experts) continue;
@@ -55,24 +125,19 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_
             store_relaxed(count_word(p, rank, number, p.rank, here), number << 32 | count);
         }
     }
-    const Group group(p.send_group, of_role, in_role, false);
     u32 most = 0;
-    for (u32 rank = 0; rank < p.ranks; ++rank) {
+    ROLLED for (u32 rank = 0; rank < p.ranks; ++rank) {
         if (rank != p.rank && plan.sent[rank] > most) most = plan.sent[rank];
     }
-    const u32 others = p.ranks - 1;
-    u32 rows = 0;
-    for (u32 task = group.first; task < most * others; task += group.step) {
-        const u32 rank = (p.rank + 1 + task % others) % p.ranks, slot = task / others;
-        if (slot >= plan.sent[rank]) continue;
-        const u64 index = slot_index(p, number, p.rank, slot);
-        char* row = p.heap[rank] + p.rows + index * p.row_stride;
-        send_row(p, plan, group, row, rank, plan.list[rank * p.tokens + slot]);
-        group.sync();
-        if (group.lane == 0) store_release(word_at(p, rank, p.row_words + index * sizeof(u64)), number);
-        ++rows;
+    const u32 tasks = most * (p.ranks - 1);
+#ifdef HAS_BULK_COPIES
+    if (p.bulk_rows > 0) {
+        send_rows_in_bulk(p, plan, memory + p.bulk_at, number, tasks, of_role, in_role);
+    } else
+#endif
+    {
+        send_rows_by_threads(p, plan, number, tasks, of_role, in_role);
     }
-    count_rows(p, group, kRowsSent, rows);
     // Not the block that writes counts, for which all ranks wait.
     if (of_role + 1 == in_role) {
         if (p.plan_bytes > 0) write_down(p, plan);
@@ -113,18 +178,18 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
     if (thread() < kWarp) {
         const u32 each = (here + kWarp - 1) / kWarp, begin = thread() * each, end = least(begin + each, here);
         u32 sum = 0, most = 0;
-        for (u32 expert = begin; expert < end; ++expert) {
+        ROLLED for (u32 expert = begin; expert < end; ++expert) {
             u32 count = 0;
-            for (u32 source = 0; source < p.ranks; ++source) count += arrivals.counts[source * words + expert];
+            ROLLED for (u32 source = 0; source < p.ranks; ++source) count += arrivals.counts[source * words + expert];
             sum += round_up(count, p.alignment);
             if (count > most) most = count;
         }
         const u32 before = sum_below(sum);
         u32 start = before;
-        for (u32 expert = begin; expert < end; ++expert) {
+        ROLLED for (u32 expert = begin; expert < end; ++expert) {
             if (p.arrangement == kMasked) start = expert * p.capacity;
             u32 at = start;
-            for (u32 source = 0; source < p.ranks; ++source) {
+            ROLLED for (u32 source = 0; source < p.ranks; ++source) {
                 arrivals.bases[source * p.experts_a_rank + expert] = at;
                 at += arrivals.counts[source * words + expert];
             }
@@ -135,7 +200,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             start += round_up(at - start, p.alignment);
         }
         u32 slots = 0;
-        for (u32 source = 0; source < p.ranks; ++source) {
+        ROLLED for (u32 source = 0; source < p.ranks; ++source) {
             if (thread() == 0) arrivals.firsts[source] = slots;
             slots += arrivals.counts[source * words + p.experts_a_rank];
         }
@@ -152,7 +217,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
         }
     }
     if (is_first) {
-        for (u32 source = thread(); source < p.ranks; source += threads()) {
+        ROLLED for (u32 source = thread(); source < p.ranks; source += threads()) {
             p.received[source] = arrivals.counts[source * words + p.experts_a_rank];
         }
     }
@@ -223,7 +288,19 @@ DEVICE void note_places(
     if (group.lane == 0) p.tokens_received[received] = token;
 }
 
-DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
+// Writes the scales of a row to its places. `first` is this thread's first piece of them, which is loaded.
+DEVICE void place_scales(const Parameters& p, const Group& group, const OfGroup* of_group, uint4 first, const char* scales) {
+    ROLLED for (u32 at = group.lane; at * p.scale_piece < p.scale_bytes; at += group.size) {
+        const uint4 piece = at == group.lane ? first : load_piece(p.scale_piece, scales, at, p.scale_bytes);
+        ROLLED for (u32 k = 0; k < p.top_k; ++k) {
+            const u32 position = of_group->positions[k];
+            if (position == kNowhere) continue;
+            store_piece(p.scale_piece, p.out_scales + static_cast<u64>(position) * p.scale_bytes, at, piece);
+        }
+    }
+}
+
+DEVICE void receive_rows(const Parameters& p, const Plan& plan, [[maybe_unused]] char* memory, u64 number, u32 of_role, u32 in_role) {
     Arrivals arrivals;
     arrivals.counts = reinterpret_cast<u32*>(memory);
     arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
@@ -233,7 +310,7 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
     const Group group(p.receive_group, of_role, in_role, true);
     OfGroup* of_group = of_groups + group.index;
     u32 most = 0;
-    for (u32 source = 0; source < p.ranks; ++source) {
+    ROLLED for (u32 source = 0; source < p.ranks; ++source) {
         const u32 slots = arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank];
         if (slots > most) most = slots;
     }
@@ -261,9 +338,10 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
         }
         // A row that did not come is none, and nothing of it is read.
         const bool is_there = is_own || of_group->has_come != 0;
-        uint4 units[kInFlight];
+        uint4 units[kInFlight], of_scales = uint4{0, 0, 0, 0};
         if (is_there) {
             load_units(group, units, row, group.lane, count);
+            of_scales = load_piece(p.scale_piece, scales, group.lane, p.scale_bytes);
             if (!is_own) token = load_once(rest + 3 * p.top_k);
             if (token >= p.max_tokens) {
                 fail(p, kNonsense, source, kRows, token);
@@ -275,17 +353,13 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
         if (is_there) {
             for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
                 if (first != group.lane) load_units(group, units, row, first, count);
-                for (u32 k = 0; k < p.top_k; ++k) {
+                ROLLED for (u32 k = 0; k < p.top_k; ++k) {
                     const u32 position = of_group->positions[k];
                     if (position == kNowhere) continue;
                     store_units(group, units, p.out_rows + static_cast<u64>(position) * p.row_bytes, first, count);
                 }
             }
-            ROLLED for (u32 k = 0; k < p.top_k && p.scale_bytes > 0; ++k) {
-                const u32 position = of_group->positions[k];
-                if (position == kNowhere) continue;
-                copy_bytes(group, p.out_scales + static_cast<u64>(position) * p.scale_bytes, scales, p.scale_bytes);
-            }
+            place_scales(p, group, of_group, of_scales, scales);
         }
         rows += !is_own;
         // The next row's places are noted by other threads.

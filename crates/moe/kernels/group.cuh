@@ -25,18 +25,26 @@ struct Group {
     DEVICE void sync() const { group_sync(barrier, size); }
 };
 
-// Copies bytes that need not be whole units.
-DEVICE void copy_bytes(const Group& group, char* to, const char* from, u32 bytes) {
-    const u64 all = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes;
-    if (all % kUnit == 0) {
-        ROLLED for (u32 at = group.lane * kUnit; at < bytes; at += group.size * kUnit) store_unit(to + at, load_unit(from + at));
-    } else if (all % 4 == 0) {
-        ROLLED for (u32 at = group.lane * 4; at < bytes; at += group.size * 4) {
-            *reinterpret_cast<u32*>(to + at) = load_once(reinterpret_cast<const u32*>(from + at));
-        }
+// Pieces of 16, 4 or 1 bytes.
+DEVICE uint4 load_piece(u32 size, const char* from, u32 index, u32 bytes) {
+    if (index * size >= bytes) return uint4{0, 0, 0, 0};
+    if (size == 16) return load_unit(from + index * 16);
+    if (size == 4) return uint4{load_once(reinterpret_cast<const u32*>(from) + index), 0, 0, 0};
+    return uint4{load_once(reinterpret_cast<const u8*>(from) + index), 0, 0, 0};
+}
+
+DEVICE void store_piece(u32 size, char* to, u32 index, uint4 piece) {
+    if (size == 16) {
+        store_unit(to + index * 16, piece);
+    } else if (size == 4) {
+        reinterpret_cast<u32*>(to)[index] = piece.x;
     } else {
-        ROLLED for (u32 at = group.lane; at < bytes; at += group.size) to[at] = load_once(from + at);
+        reinterpret_cast<u8*>(to)[index] = static_cast<u8>(piece.x);
     }
+}
+
+DEVICE void copy_pieces(const Group& group, u32 size, char* to, const char* from, u32 bytes) {
+    ROLLED for (u32 at = group.lane; at * size < bytes; at += group.size) store_piece(size, to, at, load_piece(size, from, at, bytes));
 }
 
 // Loads units of a row that lie a group apart, from this thread's first on.

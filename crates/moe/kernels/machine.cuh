@@ -20,8 +20,9 @@ using i64 = std::int64_t;
 // Code that rarely runs: a copy at each place would push other code out of the cache of instructions.
 #define COLD __device__ __noinline__
 #define UNROLL _Pragma("unroll")
+#define FEW_UNROLLED _Pragma("unroll 8")
 #define ROLLED _Pragma("unroll 1")
-#define SHARED_MEMORY extern __shared__ __align__(16) char shared_memory[]
+#define SHARED_MEMORY extern __shared__ __align__(128) char shared_memory[]
 
 constexpr u32 kWarp = 32;
 
@@ -39,7 +40,12 @@ DEVICE bool any_of_block(bool is_so) { return __syncthreads_or(is_so); }
 DEVICE u32 bits_of(u32 word) { return __popc(word); }
 DEVICE u32 lowest_bit(u32 word) { return __ffs(word) - 1; }
 DEVICE void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
-DEVICE void add_shared(u32* word, u32 value) { atomicAdd(word, value); }
+DEVICE u32 add_shared(u32* word, u32 value) { return atomicAdd(word, value); }
+// Sets the bit of an index, of which each lane of a warp has the next, from a multiple of 32 on.
+DEVICE void mark(u32* words, u32 index, bool is_so) {
+    const u32 bits = __ballot_sync(~0u, is_so);
+    if (threadIdx.x % kWarp == 0) words[index / kWarp] = bits;
+}
 // Writes a word that is 0. True: this was the first to do so.
 DEVICE bool claim(u32* word, u32 value) { return atomicCAS(word, 0, value) == 0; }
 
@@ -112,6 +118,44 @@ DEVICE T load_once(const T* from) {
     return *const_cast<const volatile T*>(from);
 }
 
+#if __CUDA_ARCH__ >= 900
+// Copies of the GPU's own engine, in multiples of 16 bytes: into a block's memory, whose arrival a barrier there tells, and out.
+#define HAS_BULK_COPIES
+DEVICE u32 shared_address(const void* memory) { return static_cast<u32>(__cvta_generic_to_shared(memory)); }
+DEVICE void begin_barrier(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+DEVICE void bulk_load(char* to, const char* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+// Waits for the bytes that were expected. Each phase of the barrier has the other parity.
+DEVICE void wait_for_bytes(u64* barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(
+            shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+// What this thread wrote to the block's memory is seen by copies from there.
+DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Copies out, and waits until the bytes are there.
+DEVICE void bulk_store(char* to, const char* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+DEVICE void warp_sync() { __syncwarp(); }
+#endif
+
 DEVICE u64 now_ns() {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
@@ -155,6 +199,7 @@ DEVICE u32 bfloats_of(float low, float high) {
 #define DEVICE inline
 #define COLD inline
 #define UNROLL
+#define FEW_UNROLLED
 #define ROLLED
 #define SHARED_MEMORY char* const shared_memory = memory_of_block
 
@@ -182,7 +227,13 @@ DEVICE bool any_of_block(bool is_so) { return is_so; }
 DEVICE u32 bits_of(u32 word) { return static_cast<u32>(__builtin_popcount(word)); }
 DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__builtin_ctz(word)); }
 DEVICE void or_shared(u32* word, u32 bits) { *word |= bits; }
-DEVICE void add_shared(u32* word, u32 value) { *word += value; }
+DEVICE u32 add_shared(u32* word, u32 value) {
+    *word += value;
+    return *word - value;
+}
+DEVICE void mark(u32* words, u32 index, bool is_so) {
+    if (is_so) words[index / 32] |= 1u << index % 32;
+}
 DEVICE bool claim(u32* word, u32 value) {
     u32 none = 0;
     return __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);

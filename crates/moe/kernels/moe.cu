@@ -15,14 +15,15 @@ KERNEL(kvlane_moe_plan, kPlanThreads, 1) {
     SHARED_MEMORY;
     if (has_block_failed(p)) return;
     const Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
-    const u32 blocks_of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
-    const bool is_of_rank = block() >= blocks_of_experts;
-    const u32 expert = is_of_rank ? 0 : block() * kExpertsOfPlanBlock, rank = is_of_rank ? block() - blocks_of_experts : 0;
-    const u32 experts = is_of_rank ? 0 : least(kExpertsOfPlanBlock, p.experts - expert);
-    const Planned part(expert, experts, rank, is_of_rank, reinterpret_cast<u32*>(shared_memory), words_of(p.tokens));
-    read_ids(p, block() * threads() + thread(), blocks() * threads(), p.expert);
-    block_sync();
-    plan_part(p, plan, nullptr, part);
+    u32* memory = reinterpret_cast<u32*>(shared_memory);
+    const u32 of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
+    read_ids<1>(p, block() * threads() + thread(), blocks() * threads(), p.expert);
+    if (block() < of_experts) {
+        const u32 first = block() * kExpertsOfPlanBlock;
+        plan_experts(p, plan, first, least(kExpertsOfPlanBlock, p.experts - first), memory);
+    } else {
+        plan_rank(p, plan, block() - of_experts, memory);
+    }
 }
 
 KERNEL(kvlane_moe_dispatch, kThreads, 2) {
@@ -33,7 +34,7 @@ KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     const bool plans = p.plan_bytes > 0 && (p.phases & kSend);
     // A wrong id is known before anything is sent.
     if (plans ? !plan_for_itself(p, shared_memory, &plan) : has_block_failed(p)) return;
-    if (role.sends) send_rows(p, plan, number, role.of_senders, role.senders);
+    if (role.sends) send_rows(p, plan, shared_memory, number, role.of_senders, role.senders);
     if (role.receives) receive_rows(p, plan, shared_memory + p.plan_bytes, number, role.of_receivers, role.receivers);
     if (p.phases & kReceive) end_number(p, number);
 }

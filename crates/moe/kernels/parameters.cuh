@@ -15,6 +15,8 @@ constexpr u32 kUnit = 16;
 // Units that a thread has in flight.
 constexpr u32 kInFlight = 4;
 constexpr u32 kExpertsOfPlanBlock = 8;
+// Pairs of these experts that a block lists.
+constexpr u32 kListed = 8192;
 
 enum Phase : u32 { kSend = 1, kReceive = 2 };
 enum Arrangement : u32 { kExperts, kMasked, kTokens };
@@ -31,9 +33,12 @@ struct Parameters {
     u32 max_tokens, tokens, id_bytes, arrangement;
     u32 row_bytes, scale_bytes, sum_bytes, phases;
     u32 senders, send_group, receive_group, plan_bytes;
-    u32 is_late, unused;
+    // Bytes of a piece of scales: 16, 4 or 1, as they are aligned.
+    u32 is_late, scale_piece;
     // 2^31 divided by that, rounded up: see `divided`.
     u32 top_k_inverse, experts_a_rank_inverse;
+    // Where senders have room for rows in a block's memory, and for how many; 0: for none.
+    u32 bulk_at, bulk_rows;
     u64 timeout_ns;
     // Offsets in the memory of each rank.
     u64 counts_at, row_words, rows, row_stride, scales_at, rest_at, sum_words, sums, sum_stride, pair_words, pairs;
@@ -59,7 +64,7 @@ struct Parameters {
     struct Control* control;
     char* heap[kRanks];
 };
-static_assert(sizeof(Parameters) == 96 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
+static_assert(sizeof(Parameters) == 104 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
 
 // Pinned memory of the host.
 struct Control {

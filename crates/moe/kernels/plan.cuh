@@ -16,80 +16,62 @@ struct Plan {
     u32* counts;  // [experts]: rows
 };
 
-// Ids of pairs that a thread loads at a time.
-constexpr u32 kIdsInFlight = 8;
+// Ids that a thread loads at a time, of few pairs and of many.
+constexpr u32 kFewInFlight = 2;
+constexpr u32 kManyInFlight = 8;
+
+DEVICE i64 id_of(const Parameters& p, u32 pair) {
+    return p.id_bytes == 8 ? load_once(reinterpret_cast<const i64*>(p.ids) + pair)
+                           : load_once(reinterpret_cast<const i32*>(p.ids) + pair);
+}
 
 // The expert that an id names, -1 if it names none.
 DEVICE i32 expert_of(const Parameters& p, i64 id) { return id >= 0 && id < p.experts ? static_cast<i32>(id) : -1; }
 
 DEVICE u32 token_of(const Parameters& p, u32 pair) { return divided(pair, p.top_k_inverse); }
 
-DEVICE i32 expert_of_pair(const Parameters& p, u32 pair) {
-    return expert_of(
-        p, p.id_bytes == 8 ? load_once(reinterpret_cast<const i64*>(p.ids) + pair)
-                           : load_once(reinterpret_cast<const i32*>(p.ids) + pair));
-}
-
-// Calls `act` for every `step`th pair of a token and a k, with its id. Each thread has several loads in flight.
-template <typename Id, typename Act>
-DEVICE void for_each_id_of(const Parameters& p, u32 from, u32 step, Act act) {
-    const u32 pairs = p.tokens * p.top_k;
-    const Id* all = reinterpret_cast<const Id*>(p.ids);
-    for (u32 first = from; first < pairs; first += kIdsInFlight * step) {
-        Id ids[kIdsInFlight];
-        UNROLL
-        for (u32 j = 0; j < kIdsInFlight; ++j) {
-            const u32 pair = first + j * step;
-            ids[j] = pair < pairs ? load_once(all + pair) : -1;
-        }
-        UNROLL
-        for (u32 j = 0; j < kIdsInFlight; ++j) {
-            const u32 pair = first + j * step;
-            if (pair < pairs) act(pair, static_cast<i64>(ids[j]));
-        }
-    }
-}
-
-template <typename Act>
+// Calls `act` for every `step`th pair of a token and a k, with its id.
+template <u32 in_flight, typename Act>
 DEVICE void for_each_id(const Parameters& p, u32 from, u32 step, Act act) {
-    if (p.id_bytes == 8) {
-        for_each_id_of<i64>(p, from, step, act);
-    } else {
-        for_each_id_of<i32>(p, from, step, act);
+    const u32 pairs = p.tokens * p.top_k;
+    ROLLED for (u32 first = from; first < pairs; first += in_flight * step) {
+        i64 ids[in_flight];
+        UNROLL
+        for (u32 j = 0; j < in_flight; ++j) {
+            const u32 pair = first + j * step;
+            ids[j] = pair < pairs ? id_of(p, pair) : -1;
+        }
+        UNROLL
+        for (u32 j = 0; j < in_flight; ++j) {
+            const u32 pair = first + j * step;
+            if (pair < pairs) act(pair, ids[j]);
+        }
     }
-}
-
-// The same with experts, for all pairs. They are in `known`, or follow from the ids.
-template <typename Act>
-DEVICE void for_each_pair(const Parameters& p, const i32* known, Act act) {
-    if (known == nullptr) {
-        for_each_id(p, thread(), threads(), [&](u32 pair, i64 id) { act(pair, expert_of(p, id)); });
-        return;
-    }
-    for (u32 pair = thread(); pair < p.tokens * p.top_k; pair += threads()) act(pair, known[pair]);
 }
 
 // Writes down the expert of every `step`th pair. True: an id names none, which is told. Each thread says it of its pairs.
+template <u32 in_flight>
 DEVICE bool read_ids(const Parameters& p, u32 from, u32 step, i32* experts) {
-    bool is_wrong = false;
-    for_each_id(p, from, step, [&](u32 pair, i64 id) {
-        experts[pair] = expert_of(p, id);
-        if (experts[pair] >= 0 || id == -1) return;
-        fail(p, kBadExpert, token_of(p, pair), pair % p.top_k, static_cast<u64>(id));
-        is_wrong = true;
+    u32 wrong = kNowhere;
+    for_each_id<in_flight>(p, from, step, [&](u32 pair, i64 id) {
+        const i32 expert = expert_of(p, id);
+        experts[pair] = expert;
+        if (expert < 0 && id != -1) wrong = pair;
     });
-    return is_wrong;
+    if (wrong == kNowhere) return false;
+    fail(p, kBadExpert, token_of(p, wrong), wrong % p.top_k, static_cast<u64>(id_of(p, wrong)));
+    return true;
 }
 
-// Writes for each word of a row the sum of the values of all words before it, and those of whole rows to `totals`. Rows begin
-// with thread `begin`, so those of two calls are not of the same threads.
+// Writes for each word of a row the sum of the values of all words before it, and those of whole rows to `totals`. The first row
+// is that of thread `begin`, so those of two calls are not of the same threads.
 template <typename Value>
 DEVICE void add_up(u32 begin, u32* sums, u32 rows, u32 words, u32* totals, Value value) {
     const u32 of_thread = (thread() + threads() - begin % threads()) % threads();
     if (words <= 8) {
-        for (u32 row = of_thread; row < rows; row += threads()) {
+        ROLLED for (u32 row = of_thread; row < rows; row += threads()) {
             u32 sum = 0;
-            for (u32 word = row * words; word < (row + 1) * words; ++word) {
+            ROLLED for (u32 word = row * words; word < (row + 1) * words; ++word) {
                 const u32 here = value(word);
                 sums[word] = sum;
                 sum += here;
@@ -99,9 +81,9 @@ DEVICE void add_up(u32 begin, u32* sums, u32 rows, u32 words, u32* totals, Value
         return;
     }
     const u32 lane = thread() % kWarp;
-    for (u32 row = of_thread / kWarp; row < rows; row += threads() / kWarp) {
+    ROLLED for (u32 row = of_thread / kWarp; row < rows; row += threads() / kWarp) {
         u32 before = 0;
-        for (u32 first = 0; first < words; first += kWarp) {
+        ROLLED for (u32 first = 0; first < words; first += kWarp) {
             const bool is_one = first + lane < words;
             const u32 word = row * words + first + lane, here = is_one ? value(word) : 0;
             const u32 below = sum_below(here);
@@ -112,71 +94,75 @@ DEVICE void add_up(u32 begin, u32* sums, u32 rows, u32 words, u32* totals, Value
     }
 }
 
-// The experts and the ranks for which a block plans, and its own memory for that.
-struct Planned {
-    u32 expert, experts, rank, ranks;
-    u32* wanted;       // [experts][words]: a bit for each token that wants the expert
-    u32* pairs_before; // [experts][words]: the pairs of each 32 tokens, and then those of all tokens before
-    u32* sent;         // [ranks][words]: a bit for each token that goes to the rank
-    u32* sent_before;  // [ranks][words]
-    DEVICE Planned(u32 expert, u32 experts, u32 rank, u32 ranks, u32* memory, u32 words)
-        : expert(expert), experts(experts), rank(rank), ranks(ranks), wanted(memory) {
-        pairs_before = wanted + experts * words;
-        sent = pairs_before + experts * words;
-        sent_before = sent + ranks * words;
-        for (u32 i = thread(); i < (2 * experts + ranks) * words; i += threads()) memory[i] = 0;
-    }
+// Memory of a block for experts.
+struct OfExperts {
+    u32* wanted;  // [experts][words]: a bit for each token that wants the expert
+    u32* before;  // [experts][words]: the pairs of each 32 tokens, and then those of all tokens before
 };
 
-// Places the pairs of experts, and gives each token a slot at ranks. A barrier has come before.
-DEVICE void plan_part(const Parameters& p, const Plan& plan, const i32* known, const Planned& part) {
-    const u32 words = words_of(p.tokens);
-    for_each_pair(p, known, [&](u32 pair, i32 expert) {
-        if (expert < 0) return;
-        const u32 here = static_cast<u32>(expert) - part.expert;
-        const u32 rank = part.ranks == 0 ? 0 : divided(static_cast<u32>(expert), p.experts_a_rank_inverse) - part.rank;
-        const bool is_placed = here < part.experts, is_sent = rank < part.ranks;
-        if (!is_placed && !is_sent) return;
-        const u32 token = token_of(p, pair), word = token / 32, bit = 1u << token % 32;
-        if (is_placed) {
-            or_shared(&part.wanted[here * words + word], bit);
-            add_shared(&part.pairs_before[here * words + word], 1);
-        }
-        if (is_sent) or_shared(&part.sent[rank * words + word], bit);
-    });
-    block_sync();
-    add_up(0, part.pairs_before, part.experts, words, plan.counts + part.expert, [&](u32 word) { return part.pairs_before[word]; });
-    add_up(
-        words <= 8 ? part.experts : part.experts * kWarp, part.sent_before, part.ranks, words, plan.sent + part.rank,
-        [&](u32 word) { return bits_of(part.sent[word]); });
-    block_sync();
-    for_each_pair(p, known, [&](u32 pair, i32 expert) {
-        const u32 here = static_cast<u32>(expert) - part.expert;
-        if (expert < 0 || here >= part.experts) return;
-        const u32 token = token_of(p, pair), nth = token / 32, word = here * words + nth;
-        const u32 after = nth + 1 < words ? part.pairs_before[word + 1] : plan.counts[expert];
-        u32 within = bits_of(part.wanted[word] & ((1u << token % 32) - 1));
-        if (after - part.pairs_before[word] != bits_of(part.wanted[word])) {
-            // A token wants an expert twice.
-            within = 0;
-            for (u32 other = nth * 32 * p.top_k; other < pair; ++other) within += expert_of_pair(p, other) == expert;
-        }
-        plan.place[pair] = part.pairs_before[word] + within;
-    });
-    for (u32 rank = 0; rank < part.ranks; ++rank) {
-        for (u32 token = thread(); token < p.tokens; token += threads()) {
-            const u32 word = rank * words + token / 32, bit = 1u << token % 32;
-            u32 slot = kNowhere;
-            if (part.sent[word] & bit) {
-                slot = part.sent_before[word] + bits_of(part.sent[word] & (bit - 1));
-                plan.list[(part.rank + rank) * p.tokens + slot] = token;
+// A token wants the expert that is `here` among the block's.
+DEVICE void note_pair(const OfExperts& of, u32 words, u32 here, u32 token) {
+    or_shared(&of.wanted[here * words + token / 32], 1u << token % 32);
+    add_shared(&of.before[here * words + token / 32], 1);
+}
+
+// The rows of earlier pairs for the same expert, of which `count` come in all. `expert_of_pair` knows all pairs.
+template <typename Known>
+DEVICE u32 place_of(
+    const Parameters& p, const OfExperts& of, u32 words, u32 here, u32 count, u32 pair, u32 token, Known expert_of_pair) {
+    const u32 nth = token / 32, word = here * words + nth, wanted = of.wanted[word], before = of.before[word];
+    const u32 after = nth + 1 < words ? of.before[word + 1] : count;
+    if (after - before == bits_of(wanted)) return before + bits_of(wanted & ((1u << token % 32) - 1));
+    // A token wants an expert twice.
+    u32 within = 0;
+    const i32 expert = expert_of_pair(pair);
+    ROLLED for (u32 other = nth * 32 * p.top_k; other < pair; ++other) within += expert_of_pair(other) == expert;
+    return before + within;
+}
+
+// Memory of a block for ranks.
+struct OfRanks {
+    u32 first, count;
+    u32* sent;    // [ranks][words]: a bit for each token that goes to the rank
+    u32* before;  // [ranks][words]: slots of all tokens before
+};
+
+// Marks which tokens go to which rank.
+template <typename Known>
+DEVICE void mark_ranks(const Parameters& p, const OfRanks& of, u32 words, Known expert_of_pair) {
+    ROLLED for (u32 token = thread(); token < words * 32; token += threads()) {
+        u32 ranks = 0;
+        if (token < p.tokens) {
+            FEW_UNROLLED for (u32 k = 0; k < p.top_k; ++k) {
+                const i32 expert = expert_of_pair(token * p.top_k + k);
+                if (expert >= 0) ranks |= 1u << divided(static_cast<u32>(expert), p.experts_a_rank_inverse);
             }
-            plan.slot[token * p.ranks + part.rank + rank] = slot;
+        }
+        ROLLED for (u32 i = 0; i < of.count; ++i) mark(of.sent + i * words, token, ranks >> (of.first + i) & 1);
+    }
+}
+
+// Gives each token a slot at ranks, when the slots before are added up.
+DEVICE void place_tokens(const Parameters& p, const Plan& plan, const OfRanks& of, u32 words) {
+    ROLLED for (u32 i = 0; i < of.count; ++i) {
+        const u32 rank = of.first + i;
+        ROLLED for (u32 token = thread(); token < p.tokens; token += threads()) {
+            const u32 word = i * words + token / 32, bit = 1u << token % 32;
+            u32 slot = kNowhere;
+            if (of.sent[word] & bit) {
+                slot = of.before[word] + bits_of(of.sent[word] & (bit - 1));
+                plan.list[rank * p.tokens + slot] = token;
+            }
+            plan.slot[token * p.ranks + rank] = slot;
         }
     }
 }
 
-// The whole plan in a block's own memory. False: an id is wrong, or this rank has failed before.
+DEVICE void clear(u32* words, u32 count) {
+    ROLLED for (u32 i = thread(); i < count; i += threads()) words[i] = 0;
+}
+
+// The plan of few tokens in a block's own memory. False: an id is wrong, or this rank has failed before.
 DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
     const u32 words = words_of(p.tokens), pairs = p.tokens * p.top_k;
     u32* at = reinterpret_cast<u32*>(memory);
@@ -185,19 +171,92 @@ DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
         at += count;
         return begin;
     };
+    const OfExperts of_experts{take(p.experts * words), take(p.experts * words)};
+    const OfRanks of_ranks{0, p.ranks, take(p.ranks * words), take(p.ranks * words)};
+    clear(of_experts.wanted, (2 * p.experts + p.ranks) * words);
     plan->list = take(p.ranks * p.tokens);
     plan->slot = take(p.tokens * p.ranks);
     plan->expert = reinterpret_cast<i32*>(take(pairs));
     plan->place = take(pairs);
     plan->sent = take(p.ranks);
     plan->counts = take(p.experts);
-    const Planned all(0, p.experts, 0, p.ranks, at, words);
+    const i32* experts = plan->expert;
     const bool has_failed_before = has_failed(p);
-    const bool is_wrong = read_ids(p, thread(), threads(), plan->expert);
+    const bool is_wrong = read_ids<kFewInFlight>(p, thread(), threads(), plan->expert);
     if (any_of_block(is_wrong || has_failed_before)) return false;
-    plan_part(p, *plan, plan->expert, all);
+    ROLLED for (u32 pair = thread(); pair < pairs; pair += threads()) {
+        if (experts[pair] >= 0) note_pair(of_experts, words, static_cast<u32>(experts[pair]), token_of(p, pair));
+    }
+    mark_ranks(p, of_ranks, words, [experts](u32 pair) { return experts[pair]; });
+    block_sync();
+    add_up(0, of_experts.before, p.experts, words, plan->counts, [&](u32 word) { return of_experts.before[word]; });
+    add_up(p.experts, of_ranks.before, p.ranks, words, plan->sent, [&](u32 word) { return bits_of(of_ranks.sent[word]); });
+    block_sync();
+    ROLLED for (u32 pair = thread(); pair < pairs; pair += threads()) {
+        const i32 expert = experts[pair];
+        if (expert < 0) continue;
+        plan->place[pair] = place_of(
+            p, of_experts, words, static_cast<u32>(expert), plan->counts[expert], pair, token_of(p, pair),
+            [experts](u32 other) { return experts[other]; });
+    }
+    place_tokens(p, *plan, of_ranks, words);
     block_sync();
     return true;
+}
+
+// Calls `act` for the pairs that want a block's experts: those of its list, or all of them again.
+template <typename Act>
+DEVICE void for_each_listed(const Parameters& p, const u32* listed, u32 first, u32 count, Act act) {
+    if (*listed <= kListed) {
+        const u32* list = listed + 1;
+        ROLLED for (u32 i = thread(); i < *listed; i += threads()) {
+            act(list[i] / kExpertsOfPlanBlock, list[i] % kExpertsOfPlanBlock);
+        }
+        return;
+    }
+    for_each_id<1>(p, thread(), threads(), [&](u32 pair, i64 id) {
+        const u32 here = static_cast<u32>(expert_of(p, id)) - first;
+        if (here < count) act(pair, here);
+    });
+}
+
+// Of many tokens: some experts, for a block. Pairs that want them are listed first, unless they are too many.
+DEVICE void plan_experts(const Parameters& p, const Plan& plan, u32 first, u32 count, u32* memory) {
+    const u32 words = words_of(p.tokens);
+    const OfExperts of{memory, memory + count * words};
+    u32* listed = of.before + count * words;
+    u32* list = listed + 1;
+    clear(memory, 2 * count * words + 1);
+    block_sync();
+    for_each_id<kManyInFlight>(p, thread(), threads(), [&](u32 pair, i64 id) {
+        const u32 here = static_cast<u32>(expert_of(p, id)) - first;
+        if (here >= count) return;
+        const u32 index = add_shared(listed, 1);
+        if (index < kListed) list[index] = pair * kExpertsOfPlanBlock + here;
+    });
+    block_sync();
+    for_each_listed(p, listed, first, count, [&](u32 pair, u32 here) { note_pair(of, words, here, token_of(p, pair)); });
+    block_sync();
+    add_up(0, of.before, count, words, plan.counts + first, [&](u32 word) { return of.before[word]; });
+    block_sync();
+    for_each_listed(p, listed, first, count, [&](u32 pair, u32 here) {
+        plan.place[pair] = place_of(
+            p, of, words, here, plan.counts[first + here], pair, token_of(p, pair),
+            [&](u32 other) { return expert_of(p, id_of(p, other)); });
+    });
+}
+
+// And a rank.
+DEVICE void plan_rank(const Parameters& p, const Plan& plan, u32 rank, u32* memory) {
+    const u32 words = words_of(p.tokens);
+    const OfRanks of{rank, 1, memory, memory + words};
+    clear(memory, words);
+    block_sync();
+    mark_ranks(p, of, words, [&](u32 pair) { return expert_of(p, id_of(p, pair)); });
+    block_sync();
+    add_up(0, of.before, 1, words, plan.sent + rank, [&](u32 word) { return bits_of(of.sent[word]); });
+    block_sync();
+    place_tokens(p, plan, of, words);
 }
 
 // Writes a block's own plan to where combine reads it.

@@ -228,7 +228,8 @@ impl GpuRank {
             Ok(each * taken)
         };
         let most_planned = (1..=shape.max_tokens.min(128)).map(|tokens| schedule::plan_bytes(shape, tokens));
-        let shared = most_planned.max().unwrap_or(0) + schedule::arrival_bytes(shape);
+        let rest = most_planned.max().unwrap_or(0).max(schedule::bulk_bytes(shape));
+        let shared = rest + schedule::arrival_bytes(shape);
         let dispatch = schedule::dispatch(shape, load(&DISPATCH, shared)?);
         load(&PLAN, schedule::plan_grid(shape, shape.max_tokens).1)?;
         let number = match shape.number {
@@ -527,7 +528,17 @@ impl GpuRank {
         parameters: &mut Parameters,
     ) -> Result<(), MoeError> {
         let blocks = self.dispatch.apply(parameters);
-        let shared_bytes = parameters.plan_bytes + schedule::arrival_bytes(&self.shape);
+        let mut shared_bytes = parameters.plan_bytes + schedule::arrival_bytes(&self.shape);
+        let scales = parameters.call.scales | parameters.call.out_scales | u64::from(parameters.scale_bytes);
+        parameters.scale_piece =
+            [16, 4, 1].into_iter().find(|size| scales.is_multiple_of(u64::from(*size))).unwrap_or(1);
+        if parameters.plan_bytes > 0 || parameters.scale_piece != 16 {
+            parameters.bulk_rows = 0;
+        }
+        if parameters.bulk_rows > 0 {
+            parameters.bulk_at = shared_bytes;
+            shared_bytes += schedule::bulk_bytes(&self.shape);
+        }
         // SAFETY: the caller's promise.
         unsafe { self.launch(stream, &DISPATCH, Grid { blocks, shared_bytes }, parameters) }
     }

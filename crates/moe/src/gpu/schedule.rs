@@ -3,6 +3,7 @@
 use super::limits::THREADS;
 use super::parameters::Parameters;
 use crate::Shape;
+use crate::layout::Layout;
 
 /// Most tokens that each block of dispatch plans for itself.
 const PLANNED_BY_EACH: usize = 128;
@@ -10,11 +11,16 @@ const PLANNED_BY_EACH: usize = 128;
 const PLAN_BYTES_MAX: usize = 80 << 10;
 /// Experts of a block of the plan's own launch.
 const EXPERTS_OF_PLAN_BLOCK: usize = 8;
+/// Pairs that it lists, after their number.
+const LISTED: usize = 8192;
 /// Above so many tokens a launch moves bytes for longer than it waits.
 const FEW: usize = 512;
 /// Numbers that a group keeps of its row.
 const NUMBERS_OF_GROUP: usize = 36;
 const LEAST_GROUP: u32 = 128;
+/// Most rows that a block sends through its memory at a time, and most bytes of them.
+const BULK_ROWS_MAX: usize = 8;
+const BULK_BYTES_MAX: usize = 64 << 10;
 
 /// The size of a launch, and its roles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +33,8 @@ pub(super) struct Schedule {
     pub(super) receive_group: u32,
     /// Whether words are written after all rows of a group.
     pub(super) is_late: bool,
+    /// Rows that a block sends through its memory at a time; 0: by threads.
+    pub(super) bulk_rows: u32,
 }
 
 impl Schedule {
@@ -35,6 +43,7 @@ impl Schedule {
         parameters.senders = self.senders;
         (parameters.send_group, parameters.receive_group) = (self.send_group, self.receive_group);
         parameters.is_late = u32::from(self.is_late);
+        parameters.bulk_rows = self.bulk_rows;
         self.blocks
     }
 }
@@ -47,7 +56,7 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
     let words = tokens.div_ceil(32);
     let bits = 2 * (shape.experts + shape.ranks) * words;
     let rest = 2 * shape.ranks * tokens + 2 * tokens * shape.top_k + shape.ranks + shape.experts;
-    let bytes = (4 * (bits + rest)).next_multiple_of(16);
+    let bytes = (4 * (bits + rest)).next_multiple_of(128);
     if bytes > PLAN_BYTES_MAX { 0 } else { bytes as u32 }
 }
 
@@ -55,13 +64,33 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
 pub(super) fn arrival_bytes(shape: &Shape) -> u32 {
     let experts = shape.experts_a_rank();
     let groups = (THREADS / LEAST_GROUP) as usize;
-    (4 * (shape.ranks * (2 * experts + 2) + groups * NUMBERS_OF_GROUP)) as u32
+    let bytes = 4 * (shape.ranks * (2 * experts + 2) + groups * NUMBERS_OF_GROUP);
+    // What follows is aligned as bulk copies are fastest.
+    bytes.next_multiple_of(128) as u32
+}
+
+/// Bytes of a row as it is sent.
+fn row_stride(shape: &Shape) -> usize {
+    Layout::of(shape).map_or(0, |layout| layout.row_stride)
+}
+
+/// Rows that a block of dispatch sends through its own memory at a time, if there are many tokens: two blocks of a multiprocessor
+/// have room for that.
+fn bulk_rows(shape: &Shape) -> u32 {
+    let rows = (BULK_BYTES_MAX / row_stride(shape).max(1)).min(BULK_ROWS_MAX);
+    let is_whole = shape.scale_bytes.is_multiple_of(16);
+    if shape.max_tokens > FEW && rows > 1 && is_whole { rows as u32 } else { 0 }
+}
+
+/// Bytes that these rows take, with a barrier for each.
+pub(super) fn bulk_bytes(shape: &Shape) -> u32 {
+    bulk_rows(shape) * (row_stride(shape) as u32 + 8)
 }
 
 /// Blocks of the plan's own launch, and bytes of each.
 pub(super) fn plan_grid(shape: &Shape, tokens: usize) -> (u32, u32) {
     let blocks = shape.experts.div_ceil(EXPERTS_OF_PLAN_BLOCK) + shape.ranks;
-    (blocks as u32, (2 * EXPERTS_OF_PLAN_BLOCK * tokens.div_ceil(32) * 4) as u32)
+    (blocks as u32, 4 * (2 * EXPERTS_OF_PLAN_BLOCK * tokens.div_ceil(32) + 1 + LISTED) as u32)
 }
 
 /// A dispatch of so many tokens at most, whatever this rank has: all ranks' blocks are busy alike. `resident` blocks run at a time;
@@ -80,6 +109,7 @@ pub(super) fn dispatch(shape: &Shape, resident: u32) -> Schedule {
         send_group: LEAST_GROUP,
         receive_group: LEAST_GROUP,
         is_late: false,
+        bulk_rows: bulk_rows(shape),
     }
 }
 
@@ -91,12 +121,13 @@ pub(super) fn combine(shape: &Shape, is_exact: bool, resident: u32) -> Schedule 
         blocks: resident,
         senders: if is_small { 0 } else { part(resident, 0.5) },
         send_group: match (is_small, is_exact) {
-            (_, true) => LEAST_GROUP,
-            (true, false) => THREADS,
-            (false, false) => 2 * LEAST_GROUP,
+            (true, true) => 2 * LEAST_GROUP,
+            (false, false) => LEAST_GROUP,
+            _ => THREADS,
         },
-        receive_group: if is_small { THREADS } else { 2 * LEAST_GROUP },
+        receive_group: if is_small || is_exact { THREADS } else { LEAST_GROUP },
         is_late: is_small,
+        bulk_rows: 0,
     }
 }
 
@@ -146,6 +177,6 @@ mod tests {
         assert!((20_000..50_000).contains(&plan_bytes(&shape(4, 128), 128)));
         let many = Shape { experts: 4096, ..shape(16, 128) };
         assert_eq!(plan_bytes(&many, 128), 0, "too large for a block");
-        assert_eq!(plan_grid(&shape(4, 4096), 4096), (36, 8192));
+        assert_eq!(plan_grid(&shape(4, 4096), 4096), (36, 8192 + 4 + 32_768));
     }
 }
