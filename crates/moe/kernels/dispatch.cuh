@@ -132,7 +132,7 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, [[maybe_unused]] ch
     const u32 tasks = most * (p.ranks - 1);
 #ifdef HAS_BULK_COPIES
     if (p.bulk_rows > 0) {
-        send_rows_in_bulk(p, plan, memory + p.bulk_at, number, tasks, of_role, in_role);
+        send_rows_in_bulk(p, plan, memory + p.bulk_begin, number, tasks, of_role, in_role);
     } else
 #endif
     {
@@ -300,7 +300,7 @@ DEVICE void place_scales(const Parameters& p, const Group& group, const OfGroup*
     }
 }
 
-DEVICE void receive_rows(const Parameters& p, const Plan& plan, [[maybe_unused]] char* memory, u64 number, u32 of_role, u32 in_role) {
+DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
     Arrivals arrivals;
     arrivals.counts = reinterpret_cast<u32*>(memory);
     arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);

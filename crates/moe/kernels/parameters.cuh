@@ -38,7 +38,7 @@ struct Parameters {
     // 2^31 divided by that, rounded up: see `divided`.
     u32 top_k_inverse, experts_a_rank_inverse;
     // Where senders have room for rows in a block's memory, and for how many; 0: for none.
-    u32 bulk_at, bulk_rows;
+    u32 bulk_begin, bulk_rows;
     u64 timeout_ns;
     // Offsets in the memory of each rank.
     u64 counts_at, row_words, rows, row_stride, scales_at, rest_at, sum_words, sums, sum_stride, pair_words, pairs;

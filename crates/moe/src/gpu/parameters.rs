@@ -37,7 +37,7 @@ pub(super) struct Parameters {
     pub(super) scale_piece: u32,
     pub(super) top_k_inverse: u32,
     pub(super) experts_a_rank_inverse: u32,
-    pub(super) bulk_at: u32,
+    pub(super) bulk_begin: u32,
     pub(super) bulk_rows: u32,
     pub(super) timeout_ns: u64,
     pub(super) offsets: Offsets,

@@ -536,7 +536,7 @@ impl GpuRank {
             parameters.bulk_rows = 0;
         }
         if parameters.bulk_rows > 0 {
-            parameters.bulk_at = shared_bytes;
+            parameters.bulk_begin = shared_bytes;
             shared_bytes += schedule::bulk_bytes(&self.shape);
         }
         // SAFETY: the caller's promise.
