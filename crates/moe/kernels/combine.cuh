@@ -72,8 +72,9 @@ DEVICE void clear(float (*sums)[8]) {
 // `tokens`: the one row, which the caller has summed.
 template <NumberKind kind, typename Step>
 DEVICE void sum_here(const Parameters& p, const Group& group, u64 received, u32 first, u32 end, uint4* sum) {
-    const Few<i32> positions(p.positions + received * p.top_k, p.top_k, -1);
-    const Few<float> weights(p.weights_received + received * p.top_k, p.top_k, 0.f);
+    const u64 pairs = received * p.top_k;
+    const PerLane positions(p.top_k, -1, [&](u32 k) { return p.positions[pairs + k]; });
+    const PerLane weights(p.top_k, 0.f, [&](u32 k) { return p.weights_received[pairs + k]; });
     const bool is_weighted = p.arrangement != kTokens;
     constexpr u32 kUnits = Step::kUnits, kRowsInFlight = Step::kRows;
     float sums[kUnits][8];
@@ -117,10 +118,11 @@ struct Back {
     bool is_one;
     u64 received;
     DEVICE Back(const Parameters& p, u32 task, u32 each) {
-        const u32 others = p.ranks - 1, row = task / each;
-        k = task % each;
-        source = (p.rank + 1 + row % others) % p.ranks;
-        slot = row / others;
+        const u32 row = each > 1 ? divided(task, p.top_k_inverse) : task;
+        k = task - row * each;
+        slot = divided(row, p.others_inverse);
+        source = p.rank + 1 + row - slot * (p.ranks - 1);
+        source -= source < p.ranks ? 0 : p.ranks;
         is_one = slot < p.received[source];
         received = static_cast<u64>(source) * p.max_tokens + slot;
         if (is_one && each > 1) is_one = position(p, k) >= 0;
@@ -166,7 +168,7 @@ DEVICE void tell_sum(const Parameters& p, const Back& back, u64 number) {
 template <NumberKind kind, bool is_exact, typename Step>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
-    const Group group(p.send_group, of_role, in_role, false);
+    const Group group(p.send_group_bits, of_role, in_role, false);
     // Of few rows each pair is a task, so more groups have one; of many a group waits once for all pairs of a row.
     const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
@@ -224,7 +226,7 @@ DEVICE void wait_for_sums(const Parameters& p, const Group& group, u64 number, u
     for (u32 i = group.lane; i < (is_exact ? p.top_k : p.ranks); i += group.size) {
         if (is_exact) {
             const i32 expert = p.expert[token * p.top_k + i];
-            const u32 rank = static_cast<u32>(expert) / p.experts_a_rank;
+            const u32 rank = divided(static_cast<u32>(expert), p.experts_a_rank_inverse);
             if (expert < 0 || rank == p.rank) continue;
             const u64 offset = p.pair_words + pair_index(p, number, token, i) * sizeof(u64);
             wait_for_row(p, word_at(p, p.rank, offset), rank, kSums, number);
@@ -237,49 +239,43 @@ DEVICE void wait_for_sums(const Parameters& p, const Group& group, u64 number, u
     }
 }
 
-// A row that goes into a token's sum. None: `from` is null.
-struct Part {
-    const char* from;
-    float weight;
-    // The sum over this rank's experts, which is no row.
-    bool is_own_sum;
-};
+// Instead of an address: no row goes into the sum there, or the sum over this rank's experts, which is no row.
+constexpr u64 kNoRow = 0;
+constexpr u64 kOwnSum = 1;
 
+// The address of a row that goes into a token's sum, for a k or for a rank.
 template <bool is_exact>
-DEVICE Part part_of(const Parameters& p, u64 number, u32 token, u32 own, u32 index) {
-    Part part{nullptr, 0, false};
-    if (is_exact) {
-        if (index >= p.top_k) return part;
-        const u32 pair = token * p.top_k + index;
-        const i32 expert = p.expert[pair];
-        if (expert < 0) return part;
-        part.weight = p.own_weights[pair];
-        if (static_cast<u32>(expert) / p.experts_a_rank != p.rank) {
-            part.from = p.heap[p.rank] + p.pairs + pair_index(p, number, token, index) * p.sum_stride;
-            return part;
-        }
-        const i32 position = p.positions[(static_cast<u64>(p.rank) * p.max_tokens + own) * p.top_k + index];
-        if (position >= 0) part.from = p.y + static_cast<u64>(position) * p.sum_bytes;
-        return part;
+DEVICE u64 part_of(const Parameters& p, u64 number, u32 token, u32 own, u32 index) {
+    const char* here = p.heap[p.rank];
+    if (!is_exact) {
+        const u32 slot = p.slot[token * p.ranks + index];
+        if (slot == kNowhere) return kNoRow;
+        if (index == p.rank) return kOwnSum;
+        return reinterpret_cast<u64>(here + p.sums + slot_index(p, number, index, slot) * p.sum_stride);
     }
-    if (index >= p.ranks) return part;
-    const u32 slot = p.slot[token * p.ranks + index];
-    if (slot == kNowhere) return part;
-    part.from = p.heap[p.rank] + p.sums + slot_index(p, number, index, slot) * p.sum_stride;
-    part.is_own_sum = index == p.rank;
-    return part;
+    const i32 expert = p.expert[token * p.top_k + index];
+    if (expert < 0) return kNoRow;
+    if (static_cast<u32>(expert) - p.rank * p.experts_a_rank >= p.experts_a_rank) {
+        return reinterpret_cast<u64>(here + p.pairs + pair_index(p, number, token, index) * p.sum_stride);
+    }
+    const i32 position = p.positions[(static_cast<u64>(p.rank) * p.max_tokens + own) * p.top_k + index];
+    return position < 0 ? kNoRow : reinterpret_cast<u64>(p.y + static_cast<u64>(position) * p.sum_bytes);
 }
 
 // Sums up this rank's tokens.
 template <NumberKind kind, bool is_exact, typename Step>
 DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     constexpr u32 kUnits = Step::kUnits, kParts = Step::kParts;
-    const Group group(p.receive_group, of_role, in_role, true);
+    const Group group(p.receive_group_bits, of_role, in_role, true);
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
         const u32 own = p.slot[token * p.ranks + p.rank];
         const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
         char* out = p.out + static_cast<u64>(token) * p.sum_bytes;
+        // Known before the wait.
+        const PerLane rows(parts, kNoRow, [&](u32 index) { return part_of<is_exact>(p, number, token, own, index); });
+        const PerLane weights(
+            is_exact ? p.top_k : 0, 0.f, [&](u32 k) { return p.own_weights[token * p.top_k + k]; });
         for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
             // The sum over this rank's experts, before the wait.
             uint4 own_sum[kUnits];
@@ -291,26 +287,27 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
             float sums[kUnits][8];
             clear<kind, kUnits>(sums);
             ROLLED for (u32 begin = 0; begin < parts; begin += kParts) {
-                Part part[kParts];
+                u64 row[kParts];
                 uint4 loaded[kParts][kUnits];
                 UNROLL
                 for (u32 u = 0; u < kParts; ++u) {
-                    part[u] = part_of<is_exact>(p, number, token, own, begin + u);
+                    row[u] = begin + u < parts ? rows[begin + u] : kNoRow;
                     UNROLL
                     for (u32 j = 0; j < kUnits; ++j) {
                         const u32 unit = first + j * group.size;
-                        if (part[u].is_own_sum) {
+                        if (row[u] == kOwnSum) {
                             loaded[u][j] = own_sum[j];
-                        } else if (part[u].from != nullptr && unit < units) {
-                            loaded[u][j] = load_unit(part[u].from + static_cast<u64>(unit) * kUnit);
+                        } else if (row[u] != kNoRow && unit < units) {
+                            loaded[u][j] = load_unit(reinterpret_cast<const char*>(row[u]) + static_cast<u64>(unit) * kUnit);
                         }
                     }
                 }
                 UNROLL
                 for (u32 u = 0; u < kParts; ++u) {
-                    if (part[u].from == nullptr) continue;
+                    if (row[u] == kNoRow) continue;
+                    const float weight = is_exact ? weights[begin + u] : 0.f;
                     UNROLL
-                    for (u32 j = 0; j < kUnits; ++j) Number<kind>::add(sums[j], loaded[u][j], part[u].weight, is_exact);
+                    for (u32 j = 0; j < kUnits; ++j) Number<kind>::add(sums[j], loaded[u][j], weight, is_exact);
                 }
             }
             UNROLL
@@ -324,7 +321,7 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
         // Rows that others sent back, by one warp: for each expert, or for each rank, of theirs.
         u32 rows = 0;
         ROLLED for (u32 i = thread(); i < (is_exact ? p.experts : p.ranks); i += kWarp) {
-            const u32 rank = is_exact ? i / p.experts_a_rank : i;
+            const u32 rank = is_exact ? divided(i, p.experts_a_rank_inverse) : i;
             if (rank != p.rank) rows += is_exact ? p.expert_counts[i] : p.sent[i];
         }
         const u32 all = of_last_lane(sum_below(rows) + rows);

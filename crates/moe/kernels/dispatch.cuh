@@ -8,7 +8,7 @@
 namespace {
 
 // The weight of a pair of token and k. Without weights combine gets them.
-DEVICE float weight_of(const Parameters& p, u32 pair) { return p.weights == nullptr ? 0.f : load_once(p.weights + pair); }
+DEVICE float weight_of(const Parameters& p, u32 pair) { return p.weights == nullptr ? 0.f : p.weights[pair]; }
 
 // A number of what goes with a row: for each k the expert at that rank and the place, then the weights, then the token.
 DEVICE u32 description(const Parameters& p, const Plan& plan, u32 rank, u32 token, u32 index) {
@@ -16,8 +16,8 @@ DEVICE u32 description(const Parameters& p, const Plan& plan, u32 rank, u32 toke
         const u32 pair = token * p.top_k + index / 2;
         const i32 expert = plan.expert[pair];
         if (index % 2 == 1) return expert >= 0 ? plan.place[pair] : 0;
-        const bool is_there = expert >= 0 && static_cast<u32>(expert) / p.experts_a_rank == rank;
-        return is_there ? static_cast<u32>(expert) % p.experts_a_rank : kNowhere;
+        const u32 here = static_cast<u32>(expert) - rank * p.experts_a_rank;
+        return expert >= 0 && here < p.experts_a_rank ? here : kNowhere;
     }
     return index < 3 * p.top_k ? bits_of_float(weight_of(p, token * p.top_k + index - 2 * p.top_k)) : token;
 }
@@ -48,9 +48,9 @@ DEVICE void send_row(const Parameters& p, const Plan& plan, const Group& group, 
 struct Sent {
     u32 rank, slot;
     DEVICE Sent(const Parameters& p, u32 task) {
-        const u32 others = p.ranks - 1;
-        rank = (p.rank + 1 + task % others) % p.ranks;
-        slot = task / others;
+        slot = divided(task, p.others_inverse);
+        rank = p.rank + 1 + task - slot * (p.ranks - 1);
+        rank -= rank < p.ranks ? 0 : p.ranks;
     }
     DEVICE u64 index(const Parameters& p, u64 number) const { return slot_index(p, number, p.rank, slot); }
     DEVICE char* row(const Parameters& p, u64 number) const { return p.heap[rank] + p.rows + index(p, number) * p.row_stride; }
@@ -60,37 +60,52 @@ struct Sent {
 };
 
 #ifdef HAS_BULK_COPIES
+// A warp's room for a row in the block's memory.
+struct BulkRow {
+    char* buffer;
+    u64* barrier;
+    u32 parity;
+    DEVICE BulkRow(const Parameters& p, char* memory, bool receives) : parity(0) {
+        const u32 warp = thread() / kWarp;
+        buffer = memory + warp * p.row_stride;
+        barrier = reinterpret_cast<u64*>(memory + p.bulk_rows * p.row_stride) + 2 * warp + receives;
+        if (thread() % kWarp == 0) begin_barrier(barrier);
+        warp_sync();
+    }
+    DEVICE void load(const Parameters& p, const char* row, const char* scales) const {
+        if (thread() % kWarp != 0) return;
+        expect_bytes(barrier, p.row_bytes + p.scale_bytes);
+        bulk_load(buffer, row, p.row_bytes, barrier);
+        if (p.scale_bytes > 0) bulk_load(buffer + p.scales_at, scales, p.scale_bytes, barrier);
+    }
+    DEVICE void wait() {
+        wait_for_bytes(barrier, parity);
+        parity ^= 1;
+    }
+};
+
 // Sends rows through the block's memory, a warp each: fewer blocks keep a link busy than with stores of threads.
 DEVICE void send_rows_in_bulk(
     const Parameters& p, const Plan& plan, char* memory, u64 number, u32 tasks, u32 of_role, u32 in_role) {
     const u32 warp = thread() / kWarp, lane = thread() % kWarp;
     if (warp >= p.bulk_rows) return;
-    char* buffer = memory + warp * p.row_stride;
-    u64* barrier = reinterpret_cast<u64*>(memory + p.bulk_rows * p.row_stride) + warp;
-    if (lane == 0) begin_barrier(barrier);
-    warp_sync();
-    u32 parity = 0, rows = 0;
+    BulkRow bulk(p, memory, false);
+    char* buffer = bulk.buffer;
+    u32 rows = 0;
     ROLLED for (u32 task = warp * in_role + of_role; task < tasks; task += in_role * p.bulk_rows) {
         const Sent sent(p, task);
         if (sent.slot >= plan.sent[sent.rank]) continue;
         const u32 token = plan.list[sent.rank * p.tokens + sent.slot], numbers = 3 * p.top_k + 1;
-        if (lane == 0) {
-            expect_bytes(barrier, p.row_bytes + p.scale_bytes);
-            bulk_load(buffer, p.x + static_cast<u64>(token) * p.row_bytes, p.row_bytes, barrier);
-            if (p.scale_bytes > 0) {
-                const char* scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
-                bulk_load(buffer + p.scales_at, scales, p.scale_bytes, barrier);
-            }
-        }
+        bulk.load(p, p.x + static_cast<u64>(token) * p.row_bytes, p.scales + static_cast<u64>(token) * p.scale_bytes);
         ROLLED for (u32 index = lane; index < numbers; index += kWarp) {
             reinterpret_cast<u32*>(buffer + p.rest_at)[index] = description(p, plan, sent.rank, token, index);
         }
         fence_for_bulk();
         warp_sync();
-        wait_for_bytes(barrier, parity);
-        parity ^= 1;
+        bulk.wait();
         if (lane == 0) {
             bulk_store(sent.row(p, number), buffer, static_cast<u32>(p.rest_at) + round_up(numbers * sizeof(u32), kUnit));
+            bulk_stores_are_done();
             store_release(sent.word(p, number), number);
         }
         warp_sync();
@@ -101,7 +116,7 @@ DEVICE void send_rows_in_bulk(
 #endif
 
 DEVICE void send_rows_by_threads(const Parameters& p, const Plan& plan, u64 number, u32 tasks, u32 of_role, u32 in_role) {
-    const Group group(p.send_group, of_role, in_role, false);
+    const Group group(p.send_group_bits, of_role, in_role, false);
     u32 rows = 0;
     ROLLED for (u32 task = group.first; task < tasks; task += group.step) {
         const Sent sent(p, task);
@@ -118,7 +133,7 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, [[maybe_unused]] ch
     if (of_role == 0) {
         const u32 words = p.experts_a_rank + 1;
         ROLLED for (u32 i = thread(); i < p.ranks * words; i += threads()) {
-            const u32 rank = i / words, here = i % words, expert = rank * p.experts_a_rank + here;
+            const u32 rank = divided(i, p.words_inverse), here = i - rank * words, expert = rank * p.experts_a_rank + here;
             const bool is_slots = here == p.experts_a_rank;
             if (!is_slots && expert >= p.experts) continue;
             const u32 count = is_slots ? plan.sent[rank] : plan.counts[expert];
@@ -151,6 +166,7 @@ struct Arrivals {
     u32* counts;  // [ranks][experts a rank + 1]: rows of each source, and its slots
     u32* bases;   // [ranks][experts a rank]: position of a source's first row
     u32* firsts;  // [ranks]: slots of all sources before
+    DEVICE u32 slots(const Parameters& p, u32 source) const { return counts[source * (p.experts_a_rank + 1) + p.experts_a_rank]; }
 };
 
 // Waits for the counts of all ranks. False: they did not come.
@@ -158,7 +174,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
     const u32 words = p.experts_a_rank + 1, here = p.experts_here;
     bool is_bad = false;
     for (u32 i = thread(); i < p.ranks * words; i += threads()) {
-        const u32 source = i / words, expert = i % words;
+        const u32 source = divided(i, p.words_inverse), expert = i - source * words;
         u64 value = 0;
         if (expert == p.experts_a_rank || expert < here) {
             const auto compare = [number](u64 seen) {
@@ -239,8 +255,9 @@ DEVICE void describe_own(
     const Parameters& p, const Plan& plan, u32 token, u32 k, u32* expert, u32* place, float* weight) {
     const u32 pair = token * p.top_k + k;
     const i32 id = plan.expert[pair];
-    const bool is_here = id >= 0 && static_cast<u32>(id) / p.experts_a_rank == p.rank;
-    *expert = is_here ? static_cast<u32>(id) % p.experts_a_rank : kNowhere;
+    const u32 here = static_cast<u32>(id) - p.rank * p.experts_a_rank;
+    const bool is_here = id >= 0 && here < p.experts_a_rank;
+    *expert = is_here ? here : kNowhere;
     *place = is_here ? plan.place[pair] : 0;
     *weight = weight_of(p, pair);
 }
@@ -300,72 +317,153 @@ DEVICE void place_scales(const Parameters& p, const Group& group, const OfGroup*
     }
 }
 
-DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
-    Arrivals arrivals;
-    arrivals.counts = reinterpret_cast<u32*>(memory);
-    arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
-    arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
-    OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.firsts + p.ranks);
-    if (!receive_counts(p, arrivals, number, of_role == 0)) return;
-    const Group group(p.receive_group, of_role, in_role, true);
-    OfGroup* of_group = of_groups + group.index;
-    u32 most = 0;
-    ROLLED for (u32 source = 0; source < p.ranks; ++source) {
-        const u32 slots = arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank];
-        if (slots > most) most = slots;
+// A row that this rank receives.
+struct Coming {
+    u32 source, slot;
+    bool is_own;
+    DEVICE Coming(const Parameters& p, u32 task) {
+        slot = divided(task, p.ranks_inverse);
+        source = p.rank + task - slot * p.ranks;
+        source -= source < p.ranks ? 0 : p.ranks;
+        is_own = source == p.rank;
     }
+};
+
+// Where a row and what belongs to it can be read.
+struct Readable {
+    const char *row, *scales;
+    const u32* rest;
+    u32 token;
+    DEVICE Readable(const Parameters& p, const Plan& plan, const Coming& coming, u64 index) {
+        row = p.heap[p.rank] + p.rows + index * p.row_stride;
+        scales = row + p.scales_at;
+        rest = reinterpret_cast<const u32*>(row + p.rest_at);
+        token = 0;
+        if (!coming.is_own) return;
+        token = plan.list[p.rank * p.tokens + coming.slot];
+        row = p.x + static_cast<u64>(token) * p.row_bytes;
+        scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
+    }
+};
+
+// The token of a row that is there.
+DEVICE u32 token_of_row(const Parameters& p, const Coming& coming, const Readable& from) {
+    const u32 token = coming.is_own ? from.token : load_once(from.rest + 3 * p.top_k);
+    if (token < p.max_tokens) return token;
+    fail(p, kNonsense, coming.source, kRows, token);
+    return 0;
+}
+
+#ifdef HAS_BULK_COPIES
+// Receives rows through the block's memory, a warp each.
+DEVICE void receive_rows_in_bulk(
+    const Parameters& p, const Plan& plan, const Arrivals& arrivals, OfGroup* of_groups, char* memory, u64 number, u32 tasks,
+    u32 of_role, u32 in_role) {
+    const u32 warp = thread() / kWarp;
+    if (warp >= p.bulk_rows) return;
+    Group group(kWarpBits, of_role, in_role, true);
+    OfGroup* of_group = of_groups + warp;
+    BulkRow bulk(p, memory, true);
+    u32 rows = 0;
+    ROLLED for (u32 task = group.first; task < tasks; task += in_role * p.bulk_rows) {
+        const Coming coming(p, task);
+        if (coming.slot >= arrivals.slots(p, coming.source)) continue;
+        const u64 index = slot_index(p, number, coming.source, coming.slot);
+        const Readable from(p, plan, coming, index);
+        if (!coming.is_own && group.lane == 0) {
+            const u64* word = word_at(p, p.rank, p.row_words + index * sizeof(u64));
+            of_group->has_come = wait_for_row(p, word, coming.source, kRows, number);
+            fence_for_bulk_load();
+        }
+        warp_sync();
+        // A row that did not come is none, and nothing of it is read.
+        if (!coming.is_own && of_group->has_come == 0) continue;
+        bulk.load(p, from.row, from.scales);
+        note_places(p, plan, arrivals, group, of_group, coming.source, coming.slot, token_of_row(p, coming, from), from.rest);
+        warp_sync();
+        bulk.wait();
+        ROLLED for (u32 k = group.lane; k < p.top_k; k += kWarp) {
+            const u64 position = of_group->positions[k];
+            if (position == kNowhere) continue;
+            bulk_store(p.out_rows + position * p.row_bytes, bulk.buffer, p.row_bytes);
+            if (p.scale_bytes == 0) continue;
+            bulk_store(p.out_scales + position * p.scale_bytes, bulk.buffer + p.scales_at, p.scale_bytes);
+        }
+        bulk_stores_have_read();
+        warp_sync();
+        rows += !coming.is_own;
+    }
+    bulk_stores_are_done();
+    count_rows(p, group, kRowsReceived, rows);
+}
+#endif
+
+DEVICE void receive_rows_by_threads(
+    const Parameters& p, const Plan& plan, const Arrivals& arrivals, OfGroup* of_groups, u64 number, u32 tasks, u32 of_role,
+    u32 in_role) {
+    const Group group(p.receive_group_bits, of_role, in_role, true);
+    OfGroup* of_group = of_groups + group.index;
     const u32 count = p.row_bytes / kUnit;
     u32 rows = 0;
-    for (u32 task = group.first; task < most * p.ranks; task += group.step) {
-        const u32 source = (p.rank + task % p.ranks) % p.ranks, slot = task / p.ranks;
-        if (slot >= arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank]) continue;
-        const bool is_own = source == p.rank;
-        const u64 index = slot_index(p, number, source, slot);
-        const char* row = p.heap[p.rank] + p.rows + index * p.row_stride;
-        const char* scales = row + p.scales_at;
-        const u32* rest = reinterpret_cast<const u32*>(row + p.rest_at);
-        u32 token = 0;
-        if (is_own) {
-            token = plan.list[p.rank * p.tokens + slot];
-            row = p.x + static_cast<u64>(token) * p.row_bytes;
-            scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
-        } else {
+    ROLLED for (u32 task = group.first; task < tasks; task += group.step) {
+        const Coming coming(p, task);
+        if (coming.slot >= arrivals.slots(p, coming.source)) continue;
+        const u64 index = slot_index(p, number, coming.source, coming.slot);
+        const Readable from(p, plan, coming, index);
+        if (!coming.is_own) {
             if (group.lane == 0) {
                 const u64* word = word_at(p, p.rank, p.row_words + index * sizeof(u64));
-                of_group->has_come = wait_for_row(p, word, source, kRows, number);
+                of_group->has_come = wait_for_row(p, word, coming.source, kRows, number);
             }
             group.sync();
         }
         // A row that did not come is none, and nothing of it is read.
-        const bool is_there = is_own || of_group->has_come != 0;
+        const bool is_there = coming.is_own || of_group->has_come != 0;
         uint4 units[kInFlight], of_scales = uint4{0, 0, 0, 0};
         if (is_there) {
-            load_units(group, units, row, group.lane, count);
-            of_scales = load_piece(p.scale_piece, scales, group.lane, p.scale_bytes);
-            if (!is_own) token = load_once(rest + 3 * p.top_k);
-            if (token >= p.max_tokens) {
-                fail(p, kNonsense, source, kRows, token);
-                token = 0;
-            }
-            note_places(p, plan, arrivals, group, of_group, source, slot, token, rest);
+            load_units(group, units, from.row, group.lane, count);
+            of_scales = load_piece(p.scale_piece, from.scales, group.lane, p.scale_bytes);
+            const u32 token = token_of_row(p, coming, from);
+            note_places(p, plan, arrivals, group, of_group, coming.source, coming.slot, token, from.rest);
         }
         group.sync();
         if (is_there) {
-            for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
-                if (first != group.lane) load_units(group, units, row, first, count);
+            ROLLED for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
+                if (first != group.lane) load_units(group, units, from.row, first, count);
                 ROLLED for (u32 k = 0; k < p.top_k; ++k) {
                     const u32 position = of_group->positions[k];
                     if (position == kNowhere) continue;
                     store_units(group, units, p.out_rows + static_cast<u64>(position) * p.row_bytes, first, count);
                 }
             }
-            place_scales(p, group, of_group, of_scales, scales);
+            place_scales(p, group, of_group, of_scales, from.scales);
         }
-        rows += !is_own;
+        rows += !coming.is_own;
         // The next row's places are noted by other threads.
         group.sync();
     }
     count_rows(p, group, kRowsReceived, rows);
+}
+
+DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
+    Arrivals arrivals;
+    arrivals.counts = reinterpret_cast<u32*>(memory + p.plan_bytes);
+    arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
+    arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
+    OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.firsts + p.ranks);
+    if (!receive_counts(p, arrivals, number, of_role == 0)) return;
+    u32 most = 0;
+    ROLLED for (u32 source = 0; source < p.ranks; ++source) {
+        if (arrivals.slots(p, source) > most) most = arrivals.slots(p, source);
+    }
+    const u32 tasks = most * p.ranks;
+#ifdef HAS_BULK_COPIES
+    if (p.bulk_rows > 0) {
+        receive_rows_in_bulk(p, plan, arrivals, of_groups, memory + p.bulk_begin, number, tasks, of_role, in_role);
+        return;
+    }
+#endif
+    receive_rows_by_threads(p, plan, arrivals, of_groups, number, tasks, of_role, in_role);
 }
 
 // The number of this dispatch. Each block keeps that of the one before, so grids have to have the same size each time.

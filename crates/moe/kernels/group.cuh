@@ -13,13 +13,13 @@ constexpr u32 kGroups = 4;
 struct Group {
     u32 index, lane, size, first, step, barrier;
     // Barriers of senders and receivers differ: a thread that receives meets none that still sends, with other groups.
-    DEVICE Group(u32 wanted, u32 of_role, u32 in_role, bool receives) {
-        size = least(wanted, threads());
-        index = thread() / size;
-        lane = thread() % size;
-        const u32 here = threads() / size;
+    DEVICE Group(u32 bits, u32 of_role, u32 in_role, bool receives) {
+        size = least(1u << bits, threads());
+        index = thread() >> bits;
+        lane = thread() & (size - 1);
+        const u32 here = threads() >> bits;
         first = index * in_role + of_role;
-        step = here * in_role;
+        step = (here > 0 ? here : 1) * in_role;
         barrier = index + (receives ? kGroups : 0);
     }
     DEVICE void sync() const { group_sync(barrier, size); }

@@ -20,17 +20,18 @@ using i64 = std::int64_t;
 // Code that rarely runs: a copy at each place would push other code out of the cache of instructions.
 #define COLD __device__ __noinline__
 #define UNROLL _Pragma("unroll")
-#define FEW_UNROLLED _Pragma("unroll 8")
 #define ROLLED _Pragma("unroll 1")
 #define SHARED_MEMORY extern __shared__ __align__(128) char shared_memory[]
 
 constexpr u32 kWarp = 32;
+constexpr u32 kWarpBits = 5;
 
 DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
 DEVICE void block_sync() { __syncthreads(); }
+DEVICE void warp_sync() { __syncwarp(); }
 // Barrier 0 is the block's.
 DEVICE void group_sync(u32 group, u32 size) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(size) : "memory"); }
 
@@ -73,11 +74,13 @@ DEVICE u32 greatest_of_warp(u32 value) {
 // One value of a warp, of its last lane.
 DEVICE u32 of_last_lane(u32 value) { return __shfl_sync(~0u, value, kWarp - 1); }
 
-// At most 32 values, one of them with each lane of a warp.
-template <typename T>
-struct Few {
+// At most 32 values, of which each lane of a warp makes one. All lanes ask for the same one.
+template <typename T, typename Make>
+struct PerLane {
     T value;
-    DEVICE Few(const T* values, u32 count, T other) : value(threadIdx.x % kWarp < count ? values[threadIdx.x % kWarp] : other) {}
+    DEVICE PerLane(u32 count, T none, Make make) : value(none) {
+        if (threadIdx.x % kWarp < count) value = make(threadIdx.x % kWarp);
+    }
     DEVICE T operator[](u32 index) const { return __shfl_sync(~0u, value, index); }
     DEVICE u32 not_below_zero() const { return __ballot_sync(~0u, value >= 0); }
 };
@@ -91,6 +94,11 @@ DEVICE u64 load_acquire(const u64* word) {
 DEVICE u64 load_relaxed(const u64* word) {
     u64 value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+DEVICE u32 load_relaxed(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
 }
 DEVICE void store_release(u64* word, u64 value) {
@@ -113,9 +121,21 @@ DEVICE void store_unit(char* to, uint4 unit) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(unit.x), "r"(unit.y), "r"(unit.z), "r"(unit.w)
                  : "memory");
 }
-template <typename T>
-DEVICE T load_once(const T* from) {
-    return *const_cast<const volatile T*>(from);
+// Numbers, likewise.
+DEVICE u8 load_once(const u8* from) {
+    u32 value;
+    asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return static_cast<u8>(value);
+}
+DEVICE u32 load_once(const u32* from) {
+    u32 value;
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+DEVICE u64 load_once(const u64* from) {
+    u64 value;
+    asm volatile("ld.global.L1::no_allocate.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -146,14 +166,21 @@ DEVICE void wait_for_bytes(u64* barrier, u32 parity) {
 }
 // What this thread wrote to the block's memory is seen by copies from there.
 DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Copies out, and waits until the bytes are there.
+// What this thread knows to be in the GPU's memory is seen by copies from there.
+DEVICE void fence_for_bulk_load() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void bulk_store(char* to, const char* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
                  : "memory");
+}
+// Waits for copies out of this thread: until their bytes have been read, or until they are there.
+DEVICE void bulk_stores_have_read() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+DEVICE void bulk_stores_are_done() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-DEVICE void warp_sync() { __syncwarp(); }
 #endif
 
 DEVICE u64 now_ns() {
@@ -199,7 +226,6 @@ DEVICE u32 bfloats_of(float low, float high) {
 #define DEVICE inline
 #define COLD inline
 #define UNROLL
-#define FEW_UNROLLED
 #define ROLLED
 #define SHARED_MEMORY char* const shared_memory = memory_of_block
 
@@ -220,6 +246,7 @@ DEVICE u32 threads() { return 1; }
 DEVICE u32 block() { return this_block; }
 DEVICE u32 blocks() { return all_blocks; }
 DEVICE void block_sync() {}
+DEVICE void warp_sync() {}
 DEVICE void group_sync(u32, u32) {}
 
 DEVICE bool any_of_block(bool is_so) { return is_so; }
@@ -243,21 +270,23 @@ DEVICE u32 sum_below(u32) { return 0; }
 DEVICE u32 greatest_of_warp(u32 value) { return value; }
 DEVICE u32 of_last_lane(u32 value) { return value; }
 
-template <typename T>
-struct Few {
-    const T* values;
+template <typename T, typename Make>
+struct PerLane {
     u32 count;
-    Few(const T* values, u32 count, T) : values(values), count(count) {}
-    T operator[](u32 index) const { return values[index]; }
+    T none;
+    Make make;
+    PerLane(u32 count, T none, Make make) : count(count), none(none), make(make) {}
+    T operator[](u32 index) const { return index < count ? make(index) : none; }
     u32 not_below_zero() const {
         u32 found = 0;
-        for (u32 index = 0; index < count; ++index) found |= values[index] >= 0 ? 1u << index : 0;
+        for (u32 index = 0; index < count; ++index) found |= make(index) >= 0 ? 1u << index : 0;
         return found;
     }
 };
 
 DEVICE u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 DEVICE u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+DEVICE u32 load_relaxed(const u32* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 DEVICE void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 // A thread that reads it may be of another kind, which wants what was written before.
 DEVICE void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }

@@ -35,7 +35,7 @@ KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     // A wrong id is known before anything is sent.
     if (plans ? !plan_for_itself(p, shared_memory, &plan) : has_block_failed(p)) return;
     if (role.sends) send_rows(p, plan, shared_memory, number, role.of_senders, role.senders);
-    if (role.receives) receive_rows(p, plan, shared_memory + p.plan_bytes, number, role.of_receivers, role.receivers);
+    if (role.receives) receive_rows(p, plan, shared_memory, number, role.of_receivers, role.receivers);
     if (p.phases & kReceive) end_number(p, number);
 }
 

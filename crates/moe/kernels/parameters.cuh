@@ -32,11 +32,12 @@ struct Parameters {
     u32 experts_a_rank, experts_here, alignment, capacity;
     u32 max_tokens, tokens, id_bytes, arrangement;
     u32 row_bytes, scale_bytes, sum_bytes, phases;
-    u32 senders, send_group, receive_group, plan_bytes;
+    // Groups of 2^bits threads.
+    u32 senders, send_group_bits, receive_group_bits, plan_bytes;
     // Bytes of a piece of scales: 16, 4 or 1, as they are aligned.
     u32 is_late, scale_piece;
-    // 2^31 divided by that, rounded up: see `divided`.
-    u32 top_k_inverse, experts_a_rank_inverse;
+    // 2^31 divided by that, rounded up: see `divided`. `others`: ranks but this one. `words`: words of counts of a rank.
+    u32 top_k_inverse, experts_a_rank_inverse, ranks_inverse, others_inverse, words_inverse, unused;
     // Where senders have room for rows in a block's memory, and for how many; 0: for none.
     u32 bulk_begin, bulk_rows;
     u64 timeout_ns;
@@ -64,7 +65,7 @@ struct Parameters {
     struct Control* control;
     char* heap[kRanks];
 };
-static_assert(sizeof(Parameters) == 104 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
+static_assert(sizeof(Parameters) == 120 + 8 + 11 * 8 + 28 * 8 + kRanks * 8, "shared with Rust");
 
 // Pinned memory of the host.
 struct Control {

@@ -21,8 +21,7 @@ constexpr u32 kFewInFlight = 2;
 constexpr u32 kManyInFlight = 8;
 
 DEVICE i64 id_of(const Parameters& p, u32 pair) {
-    return p.id_bytes == 8 ? load_once(reinterpret_cast<const i64*>(p.ids) + pair)
-                           : load_once(reinterpret_cast<const i32*>(p.ids) + pair);
+    return p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.ids)[pair] : reinterpret_cast<const i32*>(p.ids)[pair];
 }
 
 // The expert that an id names, -1 if it names none.
@@ -59,15 +58,15 @@ DEVICE bool read_ids(const Parameters& p, u32 from, u32 step, i32* experts) {
         if (expert < 0 && id != -1) wrong = pair;
     });
     if (wrong == kNowhere) return false;
-    fail(p, kBadExpert, token_of(p, wrong), wrong % p.top_k, static_cast<u64>(id_of(p, wrong)));
+    fail(p, kBadExpert, token_of(p, wrong), wrong - token_of(p, wrong) * p.top_k, static_cast<u64>(id_of(p, wrong)));
     return true;
 }
 
-// Writes for each word of a row the sum of the values of all words before it, and those of whole rows to `totals`. The first row
-// is that of thread `begin`, so those of two calls are not of the same threads.
+// Writes for each word of a row the sum of the values of all words before it, and those of whole rows to `totals`. The first
+// rows are those of the first threads, or of the last ones, so that two calls need not be of the same threads.
 template <typename Value>
-DEVICE void add_up(u32 begin, u32* sums, u32 rows, u32 words, u32* totals, Value value) {
-    const u32 of_thread = (thread() + threads() - begin % threads()) % threads();
+DEVICE void add_up(bool is_of_last, u32* sums, u32 rows, u32 words, u32* totals, Value value) {
+    const u32 of_thread = is_of_last ? threads() - 1 - thread() : thread();
     if (words <= 8) {
         ROLLED for (u32 row = of_thread; row < rows; row += threads()) {
             u32 sum = 0;
@@ -132,10 +131,17 @@ template <typename Known>
 DEVICE void mark_ranks(const Parameters& p, const OfRanks& of, u32 words, Known expert_of_pair) {
     ROLLED for (u32 token = thread(); token < words * 32; token += threads()) {
         u32 ranks = 0;
-        if (token < p.tokens) {
-            FEW_UNROLLED for (u32 k = 0; k < p.top_k; ++k) {
-                const i32 expert = expert_of_pair(token * p.top_k + k);
-                if (expert >= 0) ranks |= 1u << divided(static_cast<u32>(expert), p.experts_a_rank_inverse);
+        ROLLED for (u32 first = 0; first < p.top_k; first += kManyInFlight) {
+            i32 experts[kManyInFlight];
+            UNROLL
+            for (u32 j = 0; j < kManyInFlight; ++j) {
+                const bool is_one = token < p.tokens && first + j < p.top_k;
+                experts[j] = is_one ? expert_of_pair(token * p.top_k + first + j) : -1;
+            }
+            UNROLL
+            for (u32 j = 0; j < kManyInFlight; ++j) {
+                const u32 rank = divided(static_cast<u32>(experts[j]), p.experts_a_rank_inverse);
+                ranks |= experts[j] >= 0 ? 1u << rank : 0;
             }
         }
         ROLLED for (u32 i = 0; i < of.count; ++i) mark(of.sent + i * words, token, ranks >> (of.first + i) & 1);
@@ -189,8 +195,8 @@ DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
     }
     mark_ranks(p, of_ranks, words, [experts](u32 pair) { return experts[pair]; });
     block_sync();
-    add_up(0, of_experts.before, p.experts, words, plan->counts, [&](u32 word) { return of_experts.before[word]; });
-    add_up(p.experts, of_ranks.before, p.ranks, words, plan->sent, [&](u32 word) { return bits_of(of_ranks.sent[word]); });
+    add_up(false, of_experts.before, p.experts, words, plan->counts, [&](u32 word) { return of_experts.before[word]; });
+    add_up(true, of_ranks.before, p.ranks, words, plan->sent, [&](u32 word) { return bits_of(of_ranks.sent[word]); });
     block_sync();
     ROLLED for (u32 pair = thread(); pair < pairs; pair += threads()) {
         const i32 expert = experts[pair];
@@ -237,7 +243,7 @@ DEVICE void plan_experts(const Parameters& p, const Plan& plan, u32 first, u32 c
     block_sync();
     for_each_listed(p, listed, first, count, [&](u32 pair, u32 here) { note_pair(of, words, here, token_of(p, pair)); });
     block_sync();
-    add_up(0, of.before, count, words, plan.counts + first, [&](u32 word) { return of.before[word]; });
+    add_up(false, of.before, count, words, plan.counts + first, [&](u32 word) { return of.before[word]; });
     block_sync();
     for_each_listed(p, listed, first, count, [&](u32 pair, u32 here) {
         plan.place[pair] = place_of(
@@ -254,7 +260,7 @@ DEVICE void plan_rank(const Parameters& p, const Plan& plan, u32 rank, u32* memo
     block_sync();
     mark_ranks(p, of, words, [&](u32 pair) { return expert_of(p, id_of(p, pair)); });
     block_sync();
-    add_up(0, of.before, 1, words, plan.sent + rank, [&](u32 word) { return bits_of(of.sent[word]); });
+    add_up(false, of.before, 1, words, plan.sent + rank, [&](u32 word) { return bits_of(of.sent[word]); });
     block_sync();
     place_tokens(p, plan, of, words);
 }

@@ -15,7 +15,7 @@ COLD void fail(const Parameters& p, Failure failure, u32 rank, u32 waited, u64 v
     store_release(&p.control->failure, failure);
 }
 
-DEVICE bool has_failed(const Parameters& p) { return load_once(p.failed) != kNone; }
+DEVICE bool has_failed(const Parameters& p) { return load_relaxed(p.failed) != kNone; }
 
 // The same for all threads of a block: they leave together, or meet at all barriers that follow.
 DEVICE bool has_block_failed(const Parameters& p) { return any_of_block(has_failed(p)); }

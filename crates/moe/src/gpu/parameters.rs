@@ -30,13 +30,17 @@ pub(super) struct Parameters {
     pub(super) sum_bytes: u32,
     pub(super) phases: u32,
     pub(super) senders: u32,
-    pub(super) send_group: u32,
-    pub(super) receive_group: u32,
+    pub(super) send_group_bits: u32,
+    pub(super) receive_group_bits: u32,
     pub(super) plan_bytes: u32,
     pub(super) is_late: u32,
     pub(super) scale_piece: u32,
     pub(super) top_k_inverse: u32,
     pub(super) experts_a_rank_inverse: u32,
+    pub(super) ranks_inverse: u32,
+    pub(super) others_inverse: u32,
+    pub(super) words_inverse: u32,
+    pub(super) unused: u32,
     pub(super) bulk_begin: u32,
     pub(super) bulk_rows: u32,
     pub(super) timeout_ns: u64,
@@ -119,10 +123,10 @@ impl Parameters {
 }
 
 // As kernels/parameters.cuh asserts.
-const _: () = assert!(size_of::<Parameters>() == 104 + 8 + 11 * 8 + 28 * 8 + GPU_RANKS_MAX * 8);
-const _: () = assert!(std::mem::offset_of!(Parameters, timeout_ns) == 104);
-const _: () = assert!(std::mem::offset_of!(Parameters, offsets) == 112);
-const _: () = assert!(std::mem::offset_of!(Parameters, heap) == 424);
+const _: () = assert!(size_of::<Parameters>() == 120 + 8 + 11 * 8 + 28 * 8 + GPU_RANKS_MAX * 8);
+const _: () = assert!(std::mem::offset_of!(Parameters, timeout_ns) == 120);
+const _: () = assert!(std::mem::offset_of!(Parameters, offsets) == 128);
+const _: () = assert!(std::mem::offset_of!(Parameters, heap) == 440);
 
 #[cfg(test)]
 mod tests {
@@ -149,7 +153,7 @@ mod tests {
             .filter_map(|field| field.split_once(':').map(|(name, _)| name.trim().to_owned()))
             .filter(|name| !["offsets", "call", "scratch", "own"].contains(&name.as_str()))
             .collect();
-        assert!(ours.len() == 67, "{ours:?}");
+        assert!(ours.len() == 71, "{ours:?}");
         assert_eq!(ours, theirs);
     }
 }

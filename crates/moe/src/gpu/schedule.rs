@@ -18,7 +18,7 @@ const FEW: usize = 512;
 /// Numbers that a group keeps of its row.
 const NUMBERS_OF_GROUP: usize = 36;
 const LEAST_GROUP: u32 = 128;
-/// Most rows that a block sends through its memory at a time, and most bytes of them.
+/// Most rows that a block moves through its memory at a time, and most bytes of them.
 const BULK_ROWS_MAX: usize = 8;
 const BULK_BYTES_MAX: usize = 64 << 10;
 
@@ -33,7 +33,7 @@ pub(super) struct Schedule {
     pub(super) receive_group: u32,
     /// Whether words are written after all rows of a group.
     pub(super) is_late: bool,
-    /// Rows that a block sends through its memory at a time; 0: by threads.
+    /// Rows that a block moves through its memory at a time; 0: by threads.
     pub(super) bulk_rows: u32,
 }
 
@@ -41,7 +41,8 @@ impl Schedule {
     /// Tells a kernel, and returns the number of blocks.
     pub(super) fn apply(&self, parameters: &mut Parameters) -> u32 {
         parameters.senders = self.senders;
-        (parameters.send_group, parameters.receive_group) = (self.send_group, self.receive_group);
+        parameters.send_group_bits = self.send_group.ilog2();
+        parameters.receive_group_bits = self.receive_group.ilog2();
         parameters.is_late = u32::from(self.is_late);
         parameters.bulk_rows = self.bulk_rows;
         self.blocks
@@ -63,7 +64,7 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
 /// Bytes with which a block of dispatch counts what arrives.
 pub(super) fn arrival_bytes(shape: &Shape) -> u32 {
     let experts = shape.experts_a_rank();
-    let groups = (THREADS / LEAST_GROUP) as usize;
+    let groups = ((THREADS / LEAST_GROUP) as usize).max(BULK_ROWS_MAX);
     let bytes = 4 * (shape.ranks * (2 * experts + 2) + groups * NUMBERS_OF_GROUP);
     // What follows is aligned as bulk copies are fastest.
     bytes.next_multiple_of(128) as u32
@@ -74,7 +75,7 @@ fn row_stride(shape: &Shape) -> usize {
     Layout::of(shape).map_or(0, |layout| layout.row_stride)
 }
 
-/// Rows that a block of dispatch sends through its own memory at a time, if there are many tokens: two blocks of a multiprocessor
+/// Rows that a block of dispatch sends or receives through its own memory at a time, if there are many tokens: two blocks of a multiprocessor
 /// have room for that.
 fn bulk_rows(shape: &Shape) -> u32 {
     let rows = (BULK_BYTES_MAX / row_stride(shape).max(1)).min(BULK_ROWS_MAX);
@@ -82,9 +83,9 @@ fn bulk_rows(shape: &Shape) -> u32 {
     if shape.max_tokens > FEW && rows > 1 && is_whole { rows as u32 } else { 0 }
 }
 
-/// Bytes that these rows take, with a barrier for each.
+/// Bytes that these rows take, with two barriers for each.
 pub(super) fn bulk_bytes(shape: &Shape) -> u32 {
-    bulk_rows(shape) * (row_stride(shape) as u32 + 8)
+    bulk_rows(shape) * (row_stride(shape) as u32 + 16)
 }
 
 /// Blocks of the plan's own launch, and bytes of each.
