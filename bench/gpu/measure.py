@@ -43,6 +43,7 @@ OPTIONS = {
     "pipeline_parallel": "pipeline_parallel_size",
     "data_parallel": "data_parallel_size",
     "expert_parallel": "enable_expert_parallel",
+    "all2all_backend": "all2all_backend",
 }
 
 

@@ -149,6 +149,42 @@ def redraw_weights(worker: Any, deviation: float) -> None:
             weight.data.normal_(0, deviation, generator=generator)
 
 
+def _experts(worker: Any) -> list[Any]:
+    """The weights of a mixture's experts, of which this worker has some: [experts, ...]."""
+    named = worker.model_runner.model.named_parameters()
+    return [weight for name, weight in named if "experts" in name and weight.dim() == 3]
+
+
+def redraw_experts(worker: Any, deviation: float) -> None:
+    """Other weights in each rank of expert parallelism: `redraw_weights` gives all ranks the same experts."""
+    import torch
+    from vllm.distributed import get_ep_group
+
+    for weight in _experts(worker):
+        generator = torch.Generator(device=weight.device).manual_seed(1 + get_ep_group().rank_in_group)
+        weight.data.normal_(0, deviation, generator=generator)
+
+
+def swap_experts(worker: Any) -> None:
+    """The first two experts of each layer and rank take each other's place."""
+    for weight in _experts(worker):
+        weight.data[:2] = weight.data[:2].flip(0)
+
+
+def all_to_all_facts(worker: Any) -> tuple[list[str], int]:
+    """The classes by which the engine's layers send rows to experts, and the dispatches of kvlane's ranks."""
+    import gc
+
+    from kvlane.moe import AllToAll
+
+    objects = gc.get_objects()
+    names = {type(each).__name__ for each in objects}
+    ranks = [each for each in objects if isinstance(each, AllToAll)]
+    return sorted(name for name in names if "PrepareAndFinalize" in name), sum(
+        rank.stats().dispatches for rank in ranks
+    )
+
+
 def _by_block(worker: Any) -> list[Any]:
     """Each layer's KV cache as rows of bytes, one a block."""
     import torch
