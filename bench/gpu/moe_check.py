@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import threading
@@ -334,6 +335,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/moe-check"))
     add_arguments(parser)
     settings = parser.parse_args()
+    # Each rank's stream has a queue of its own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     settings.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"about": head("moe-check", settings)}
     acts: list[tuple[str, Callable[[], dict[str, Any]]]] = [

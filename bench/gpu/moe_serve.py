@@ -96,6 +96,8 @@ def one(settings: argparse.Namespace) -> None:
     """One engine, in a process of its own."""
     settings.data_parallel, settings.expert_parallel, settings.tensor_parallel = 2, True, 1
     settings.connector = ""
+    # Most tokens of a step, for which a low-latency backend has room: DeepEP's refuses many more.
+    settings.chunk = 256
     settings.all2all_backend = BACKENDS[settings.engine]
     engine, ready = start(settings)
     try:

@@ -169,7 +169,7 @@ template <NumberKind kind, bool is_exact, typename Step>
 DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
     const Group group(p.send_group_bits, of_role, in_role, false);
-    // Of few rows each pair is a task, so more groups have one; of many a group waits once for all pairs of a row.
+    // With few rows each pair is a task, so more groups have one; with many a group waits once for all pairs of a row.
     const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
     ROLLED for (u32 source = 0; source < p.ranks; ++source) {

@@ -164,9 +164,9 @@ DEVICE void wait_for_bytes(u64* barrier, u32 parity) {
         "r"(parity)
         : "memory");
 }
-// What this thread wrote to the block's memory is seen by copies from there.
+// Copies from the block's memory see all that this thread wrote there.
 DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// What this thread knows to be in the GPU's memory is seen by copies from there.
+// Copies from the GPU's memory see all that this thread may read there.
 DEVICE void fence_for_bulk_load() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void bulk_store(char* to, const char* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)

@@ -226,7 +226,7 @@ DEVICE void for_each_listed(const Parameters& p, const u32* listed, u32 first, u
     });
 }
 
-// Of many tokens: some experts, for a block. Pairs that want them are listed first, unless they are too many.
+// The plan of many tokens: some experts, for a block. Pairs that want them are listed first, unless they are too many.
 DEVICE void plan_experts(const Parameters& p, const Plan& plan, u32 first, u32 count, u32* memory) {
     const u32 words = words_of(p.tokens);
     const OfExperts of{memory, memory + count * words};
@@ -252,7 +252,7 @@ DEVICE void plan_experts(const Parameters& p, const Plan& plan, u32 first, u32 c
     });
 }
 
-// And a rank.
+// The plan of many tokens: a rank, for a block.
 DEVICE void plan_rank(const Parameters& p, const Plan& plan, u32 rank, u32* memory) {
     const u32 words = words_of(p.tokens);
     const OfRanks of{rank, 1, memory, memory + words};

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
@@ -169,6 +170,8 @@ class Rank:
 
 
 def _process(gpu: int, pipe: Connection | None, settings: dict[str, Any]) -> None:
+    # Each stream has a queue of its own: a rank's kernel waits for no other one's but by its words.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
     import torch.distributed as dist
 

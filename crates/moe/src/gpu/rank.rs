@@ -616,7 +616,7 @@ impl Dispatched {
     }
 }
 
-/// What a kernel multiplies by instead of dividing.
+/// Kernels multiply by it instead of dividing.
 fn inverse(divisor: usize) -> u32 {
     (1_u32 << 31).div_ceil(divisor as u32)
 }
