@@ -132,7 +132,9 @@ def on_gpu(
             ranks.gpu, ranks.streams, received, checked, there, strict=True
         ):
             with torch.cuda.stream(stream):
-                out = one[0].new_empty((len(of_rank[0]), one[0].shape[-1]))
+                y, tokens = one[0], of_rank[0]
+                assert tokens is not None
+                out = y.new_empty((tokens.shape[0], y.shape[-1]))
                 rank._gather(one, out)
                 found.append((got, out))
     synchronize()

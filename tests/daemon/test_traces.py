@@ -106,6 +106,7 @@ def test_the_metrics_are_those_of_the_page(
         engine.call("save", prompt="p", count=5)
         engine.call("check", prompt="p", count=5)
         until("the blocks are sealed", lambda: metric(daemon, "kvlane_blocks") == 5)
+        until("hits are counted", lambda: metric(daemon, 'kvlane_hit_bytes_total{tier="ram"}') > 0)
         daemon.stop()
         assert collector.metrics["kvlane_blocks"][0].as_double == 5
         tiers = {
