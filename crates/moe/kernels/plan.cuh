@@ -55,7 +55,7 @@ DEVICE bool read_ids(const Parameters& p, u32 from, u32 step, i32* experts) {
     for_each_id<in_flight>(p, from, step, [&](u32 pair, i64 id) {
         const i32 expert = expert_of(p, id);
         experts[pair] = expert;
-        if (expert < 0 && id != -1) wrong = pair;
+        if (expert < 0 && id != -1 && wrong == kNowhere) wrong = pair;
     });
     if (wrong == kNowhere) return false;
     fail(p, kBadExpert, token_of(p, wrong), wrong - token_of(p, wrong) * p.top_k, static_cast<u64>(id_of(p, wrong)));
