@@ -206,8 +206,9 @@ def _measure_size(
         sys.exit(f"kvlane bench ssd: {error}")
     with closing(tier):
         whole = len(files) * arguments.capacity // block
-        # Newest blocks that stay while others are written, and when nothing is.
-        among, anywhere = min(count, whole // 4), whole // 2
+        # Newest blocks that stay while others are written, and when nothing is. All may be in one file: the faster one.
+        of_a_file = whole // len(files)
+        among, anywhere = min(count, of_a_file // 4), of_a_file // 2
         # Until the first segments are used again.
         rounds["kvlane first write"] = [_values(tier.write(whole))]
         await_path(tier, arguments.capacity)
