@@ -376,8 +376,11 @@ DEVICE void receive_rows_in_bulk(
             fence_for_bulk_load();
         }
         warp_sync();
+        const bool is_there = coming.is_own || of_group->has_come != 0;
+        // All have read it before the next row's is written.
+        warp_sync();
         // A row that did not come is none, and nothing of it is read.
-        if (!coming.is_own && of_group->has_come == 0) continue;
+        if (!is_there) continue;
         bulk.load(p, from.row, from.scales);
         note_places(p, plan, arrivals, group, of_group, coming.source, coming.slot, token_of_row(p, coming, from), from.rest);
         warp_sync();

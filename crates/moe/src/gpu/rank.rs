@@ -79,7 +79,7 @@ pub struct Output {
     pub scales: u64,
     /// Rows of each expert of this rank, i32.
     pub counts: u64,
-    /// Position of the first row of each, i32; 0: not wanted. In the layout of tokens one number: how many rows came.
+    /// Position of the first row of each, i32; 0: not wanted. In the layout of tokens how many rows came; not 0.
     pub starts: u64,
     /// In the layout of tokens, room for `top_k` ids (i64) a row: the experts' numbers on this rank, -1 for other ranks'.
     pub ids: u64,
@@ -586,6 +586,11 @@ impl GpuRank {
     fn check_output(&self, output: &Output) -> Result<(), MoeError> {
         if !output.rows.is_multiple_of(UNIT) || !(output.counts | output.starts).is_multiple_of(4) {
             let why = "rows have to begin at multiples of 16 bytes, counts and starts at multiples of 4";
+            return Err(MoeError::BadInput(why.into()));
+        }
+        let of_tokens = [output.starts, output.ids, output.weights];
+        if self.shape.layout == RowLayout::Tokens && of_tokens.contains(&0) {
+            let why = "in the layout of tokens there has to be room for the number of rows, ids and weights";
             return Err(MoeError::BadInput(why.into()));
         }
         Ok(())

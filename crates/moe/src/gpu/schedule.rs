@@ -9,6 +9,8 @@ use crate::{RowLayout, Shape};
 const PLANNED_BY_EACH: usize = 128;
 /// Most bytes of such a plan: two blocks of a multiprocessor share 227 KiB.
 const PLAN_BYTES_MAX: usize = 80 << 10;
+/// Most shared memory of a block on the smallest GPUs.
+const BLOCK_BYTES_MAX: usize = 99 << 10;
 /// Experts of a block of the plan's own launch.
 const EXPERTS_OF_PLAN_BLOCK: usize = 8;
 /// Pairs that it lists, after their number.
@@ -60,7 +62,8 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
     let bits = 2 * (shape.experts + shape.ranks) * words;
     let rest = 2 * shape.ranks * tokens + 2 * tokens * shape.top_k + shape.ranks + shape.experts;
     let bytes = (4 * (bits + rest)).next_multiple_of(128);
-    if bytes > PLAN_BYTES_MAX { 0 } else { bytes as u32 }
+    let all = bytes + arrival_bytes(shape) as usize;
+    if bytes > PLAN_BYTES_MAX || all > BLOCK_BYTES_MAX { 0 } else { bytes as u32 }
 }
 
 /// Bytes with which a block of dispatch counts what arrives.
@@ -185,6 +188,12 @@ mod tests {
     fn few_tokens_are_planned_by_each_block_and_many_by_a_launch() {
         assert_eq!(plan_bytes(&shape(4, 4096), 129), 0);
         assert!((20_000..50_000).contains(&plan_bytes(&shape(4, 128), 128)));
+        for experts in [2048, 2240, 3000, 4054, 4096] {
+            let many = Shape { experts, top_k: 32, ..shape(1, 128) };
+            let bytes = (1..=128).map(|tokens| plan_bytes(&many, tokens)).max().unwrap();
+            assert!((bytes + arrival_bytes(&many)) as usize <= BLOCK_BYTES_MAX);
+            assert!((bulk_bytes(&many) + arrival_bytes(&many)) as usize <= BLOCK_BYTES_MAX);
+        }
         let many = Shape { experts: 4096, ..shape(16, 128) };
         assert_eq!(plan_bytes(&many, 128), 0, "too large for a block");
         assert_eq!(plan_grid(&shape(4, 4096), 4096), (36, 8192 + 4 + 32_768));

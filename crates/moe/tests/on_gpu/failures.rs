@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_moe::gpu::{Phases, join_on_gpu};
+use kvlane_moe::gpu::{Input, Output, Phases, join_on_gpu};
 use kvlane_moe::{MoeError, Phase, RowLayout, Shape, join};
 
 use crate::host::{Host, OnGpu, join_all, options, random_given, small};
@@ -118,6 +118,21 @@ fn more_rows_than_there_is_room_for_are_told_with_their_number() {
         assert_eq!(failure(&rank), wanted);
         drop(sent);
     }
+}
+
+#[test]
+fn without_room_for_their_number_no_tokens_are_dispatched() {
+    let host = Host::new(1);
+    if !host.has_kernels() {
+        return;
+    }
+    let mut one = host.join(&Shape { layout: RowLayout::Tokens, ..small(1) }, false, PATIENCE).remove(0);
+    let input = Input { tokens: 0, rows: 16, scales: 16, ids: 16, id_bytes: 8, weights: None };
+    let output = Output { rows: 16, scales: 16, counts: 16, starts: 0, ids: 16, weights: 16 };
+    // SAFETY: it is refused before anything is launched.
+    let refused = unsafe { one.rank.dispatch(one.stream.raw(), &input, Some(&output), Phases::Both) };
+    assert!(matches!(refused.unwrap_err(), MoeError::BadInput(_)));
+    one.rank.check().unwrap();
 }
 
 #[test]
