@@ -36,7 +36,7 @@ impl Rank {
         self.stats.combines += 1;
         let (number, mut sent) = (handle.dispatch.number, 0);
         let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];
-        let (mut sums, mut reduced) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        let mut reduced = vec![0; sum_bytes];
         for one in &handle.received {
             let mut here = one.here();
             let heap = self.heap(one.source);
@@ -54,11 +54,8 @@ impl Rank {
                     if by_token {
                         heap.write(at, here.next().map_or(&reduced, |(_, pair)| output(pair.position)));
                     } else {
-                        sums.fill(0.0);
-                        for (_, pair) in here {
-                            self.shape.number.add_weighted(&mut sums, output(pair.position), pair.weight);
-                        }
-                        self.shape.number.write(&sums, &mut reduced);
+                        let rows = here.map(|(_, pair)| (output(pair.position), pair.weight));
+                        self.shape.number.write_weighted(rows, &mut reduced);
                         heap.write(at, &reduced);
                     }
                     heap.set(word, number);
@@ -88,20 +85,26 @@ impl Rank {
             let why = format!("the output has no room for exactly {count} rows of {sum_bytes} bytes");
             return Err(MoeError::BadInput(why));
         }
-        let (mut sums, mut row) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        // The rows of a token, and the weight of each.
+        let (mut rows, mut factors) = (vec![0; sum_bytes * top_k.max(self.shape.ranks)], Vec::new());
         // The next slot of each rank. Its tokens are in order.
         let mut slots = vec![0; self.shape.ranks];
         for (token, out) in tokens.chunks_mut(sum_bytes).enumerate() {
-            sums.fill(0.0);
+            let mut places = rows.chunks_mut(sum_bytes);
+            let mut next = |rank: &mut Rank, from, (word, at)| {
+                let row = places.next().unwrap_or_default();
+                rank.row_back(*number, from, word, at, row)
+            };
+            factors.clear();
             match sum {
                 Sum::Exact => {
                     let pairs = token * top_k..(token + 1) * top_k;
                     let experts = routing.experts[pairs.clone()].iter().zip(&weights[pairs]);
                     for (k, (expert, weight)) in experts.enumerate() {
                         let Some(expert) = expert else { continue };
-                        let (word, at) = self.layout.pair_row(*number, token, k);
-                        self.row_back(*number, self.shape.rank_of(*expert as usize), word, at, &mut row)?;
-                        self.shape.number.add_weighted(&mut sums, &row, *weight);
+                        let from = self.shape.rank_of(*expert as usize);
+                        next(self, from, self.layout.pair_row(*number, token, k))?;
+                        factors.push(*weight);
                     }
                 }
                 Sum::Reduced => {
@@ -109,14 +112,17 @@ impl Rank {
                         if routing.tokens[rank].get(*slot) != Some(&(token as u32)) {
                             continue;
                         }
-                        let (word, at) = self.layout.sum(*number, rank, *slot);
-                        self.row_back(*number, rank, word, at, &mut row)?;
-                        self.shape.number.add(&mut sums, &row);
+                        next(self, rank, self.layout.sum(*number, rank, *slot))?;
+                        factors.push(1.0);
                         *slot += 1;
                     }
                 }
             }
-            self.shape.number.write(&sums, out);
+            let rows = rows.chunks(sum_bytes);
+            match sum {
+                Sum::Exact => self.shape.number.write_weighted(rows.zip(factors.iter().copied()), out),
+                Sum::Reduced => self.shape.number.write_sum(rows.take(factors.len()), out),
+            }
         }
         Ok(())
     }

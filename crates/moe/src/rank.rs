@@ -95,7 +95,7 @@ pub(crate) struct Pair {
 
 impl Received {
     /// The pairs of this rank's experts, with their k.
-    pub(crate) fn here(&self) -> impl Iterator<Item = (usize, &Pair)> {
+    pub(crate) fn here(&self) -> impl Iterator<Item = (usize, &Pair)> + Clone {
         self.pairs.iter().enumerate().filter(|(_, pair)| pair.expert != NOWHERE)
     }
 }
