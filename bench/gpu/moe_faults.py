@@ -34,10 +34,10 @@ SIZES: dict[str, Any] = {"experts": 64, "top_k": 8, "max_tokens": 128, "hidden":
 STOPPED_FOR_S = 2.0
 
 
-def given(all_to_all_device: torch.device, tokens: int = 128) -> tuple[Any, ...]:
-    ids = torch.randint(0, SIZES["experts"], (tokens, SIZES["top_k"]), device=all_to_all_device)
-    x = torch.randn(tokens, SIZES["hidden"], device=all_to_all_device).bfloat16()
-    return x, ids, torch.rand(tokens, SIZES["top_k"], device=all_to_all_device)
+def given(device: torch.device, tokens: int = 128) -> tuple[Any, ...]:
+    ids = torch.randint(0, SIZES["experts"], (tokens, SIZES["top_k"]), device=device)
+    x = torch.randn(tokens, SIZES["hidden"], device=device).bfloat16()
+    return x, ids, torch.rand(tokens, SIZES["top_k"], device=device)
 
 
 def in_and_out(rank: AllToAll, x: Any, ids: Any, weights: Any) -> Any:
@@ -45,13 +45,13 @@ def in_and_out(rank: AllToAll, x: Any, ids: Any, weights: Any) -> Any:
     return rank.combine(got.rows, got)
 
 
-def other(pipe: Connection, kind: str, timeout: float) -> None:
+def other(pipe: Connection, kind: str) -> None:
     """A rank that is killed, or stopped."""
     torch.cuda.set_device(1 % torch.cuda.device_count())
     mine = given(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.synchronize()
     pipe.send("started")
-    rank = AllToAll(Group(1, 2, met_over(pipe)), device="cuda", timeout=timeout, **SIZES)
+    rank = AllToAll(Group(1, 2, met_over(pipe)), device="cuda", **SIZES)
     if kind == KINDS[1]:
         rank.dispatch(*mine)
     pipe.send("there")
@@ -212,7 +212,7 @@ def main() -> None:
     begun = []
     for kind, _ in plan:
         ours, theirs = context.Pipe()
-        process = context.Process(target=other, args=(theirs, kind, 60.0), daemon=True)
+        process = context.Process(target=other, args=(theirs, kind), daemon=True)
         process.start()
         theirs.close()
         begun.append((process, ours))

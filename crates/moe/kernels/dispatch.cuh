@@ -100,7 +100,7 @@ DEVICE void send_rows_in_bulk(
         ROLLED for (u32 index = lane; index < numbers; index += kWarp) {
             reinterpret_cast<u32*>(buffer + p.rest_at)[index] = description(p, plan, sent.rank, token, index);
         }
-        fence_for_bulk();
+        fence_for_bulk_store();
         warp_sync();
         bulk.wait();
         if (lane == 0) {

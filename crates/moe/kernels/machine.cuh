@@ -165,7 +165,7 @@ DEVICE void wait_for_bytes(u64* barrier, u32 parity) {
         : "memory");
 }
 // Copies from the block's memory see all that this thread wrote there.
-DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_for_bulk_store() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Copies from the GPU's memory see all that this thread may read there.
 DEVICE void fence_for_bulk_load() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void bulk_store(char* to, const char* from, u32 bytes) {

@@ -80,7 +80,7 @@ static_assert(sizeof(Control) == 32, "shared with Rust");
 
 DEVICE u32 round_up(u32 value, u32 multiple) { return (value + multiple - 1) / multiple * multiple; }
 DEVICE u32 least(u32 a, u32 b) { return a < b ? a : b; }
-// A number divided by another one, whose inverse is known: exact if both together have at most 31 bits.
+// A number divided by another one, whose inverse is known: exact if their product has at most 31 bits.
 DEVICE u32 divided(u32 number, u32 inverse) { return static_cast<u32>(static_cast<u64>(number) * inverse >> 31); }
 DEVICE u32 words_of(u32 tokens) { return (tokens + 31) / 32; }
 

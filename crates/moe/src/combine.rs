@@ -90,11 +90,6 @@ impl Rank {
         // The next slot of each rank. Its tokens are in order.
         let mut slots = vec![0; self.shape.ranks];
         for (token, out) in tokens.chunks_mut(sum_bytes).enumerate() {
-            let mut places = rows.chunks_mut(sum_bytes);
-            let mut next = |rank: &mut Rank, from, (word, at)| {
-                let row = places.next().unwrap_or_default();
-                rank.row_back(*number, from, word, at, row)
-            };
             factors.clear();
             match sum {
                 Sum::Exact => {
@@ -103,7 +98,9 @@ impl Rank {
                     for (k, (expert, weight)) in experts.enumerate() {
                         let Some(expert) = expert else { continue };
                         let from = self.shape.rank_of(*expert as usize);
-                        next(self, from, self.layout.pair_row(*number, token, k))?;
+                        let (word, at) = self.layout.pair_row(*number, token, k);
+                        let row = &mut rows[factors.len() * sum_bytes..][..sum_bytes];
+                        self.row_back(*number, from, word, at, row)?;
                         factors.push(*weight);
                     }
                 }
@@ -112,7 +109,9 @@ impl Rank {
                         if routing.tokens[rank].get(*slot) != Some(&(token as u32)) {
                             continue;
                         }
-                        next(self, rank, self.layout.sum(*number, rank, *slot))?;
+                        let (word, at) = self.layout.sum(*number, rank, *slot);
+                        let row = &mut rows[factors.len() * sum_bytes..][..sum_bytes];
+                        self.row_back(*number, rank, word, at, row)?;
                         factors.push(1.0);
                         *slot += 1;
                     }

@@ -158,17 +158,17 @@ def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
             while pipe.recv() == "go":
                 ids = _ids(source, settings)
                 times = {}
-                together(gloo)
+                _together(gloo)
                 began = time.perf_counter()
                 got = all_to_all.dispatch(x, ids, weights)
                 times["dispatch"] = time.perf_counter() - began
                 # Experts that change nothing.
-                together(gloo)
+                _together(gloo)
                 began = time.perf_counter()
                 all_to_all.combine(got.rows, got)
                 times["combine"] = time.perf_counter() - began
                 got = all_to_all.dispatch(x, ids, weights)
-                together(gloo)
+                _together(gloo)
                 began = time.perf_counter()
                 all_to_all.combine(got.rows, got, reduced=True)
                 times["combine-reduced"] = time.perf_counter() - began
@@ -179,8 +179,8 @@ def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
         pipe.send(str(error))
 
 
-def together(gloo: Any) -> None:
-    """Without torch ranks begin when each of them can."""
+def _together(gloo: Any) -> None:
+    """All ranks begin the next call at a time, if torch is there: so none of them waits for the call before."""
     if gloo is not None:
         gloo.barrier()
 
@@ -221,11 +221,11 @@ def _by_gloo(dist: Any, x: Any, ids: Any, settings: dict[str, Any]) -> dict[str,
     rows = torch.cat(to)
     room = torch.empty((int(received.sum()), rows.shape[1]), dtype=torch.uint8)
     times = {}
-    together(dist)
+    _together(dist)
     began = time.perf_counter()
     dist.all_to_all_single(room, rows, received.tolist(), sent.tolist())
     times["gloo-rows"] = time.perf_counter() - began
-    together(dist)
+    _together(dist)
     began = time.perf_counter()
     dist.all_to_all_single(rows, room, sent.tolist(), received.tolist())
     times["gloo-sums"] = time.perf_counter() - began

@@ -80,8 +80,8 @@ fn row_stride(shape: &Shape) -> usize {
     Layout::of(shape).map_or(0, |layout| layout.row_stride)
 }
 
-/// Rows that a block of dispatch sends or receives through its own memory at a time, if there are many tokens: two blocks of a multiprocessor
-/// have room for that.
+/// Rows that a block of dispatch sends or receives through its own memory at a time, if there are many tokens: two blocks of a
+/// multiprocessor have room for that.
 fn bulk_rows(shape: &Shape) -> u32 {
     let rows = (BULK_BYTES_MAX / row_stride(shape).max(1)).min(BULK_ROWS_MAX);
     let is_whole = shape.scale_bytes.is_multiple_of(16);
@@ -182,6 +182,14 @@ mod tests {
             }
         }
         assert_eq!(dispatch(&shape(2, 4096), 264).senders, 95);
+    }
+
+    #[test]
+    fn the_kernels_have_the_sizes_for_which_there_is_room() {
+        let source = include_str!("../../kernels/parameters.cuh");
+        for (name, size) in [("kListed", LISTED), ("kExpertsOfPlanBlock", EXPERTS_OF_PLAN_BLOCK)] {
+            assert!(source.contains(&format!("{name} = {size};")), "{name}");
+        }
     }
 
     #[test]
