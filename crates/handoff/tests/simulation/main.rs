@@ -85,7 +85,7 @@ fn whatever_breaks_what_arrived_is_right_and_all_blocks_come_back_in_time() {
         let rare = [seen.failed, seen.cancelled, seen.closed_amid, seen.refused, seen.losses, seen.restarts];
         assert!(rare.iter().all(|count| *count > 100), "{seen:?}");
         assert!(seen.stale > seen.refused && seen.of_dead > 5, "{seen:?}");
-        assert!(seen.passed > SEEDS / 4 && seen.early_hashes > SEEDS / 10, "{seen:?}");
+        assert!(seen.passed > SEEDS / 8 && seen.early_hashes > SEEDS / 10, "{seen:?}");
         assert!(seen.cached > SEEDS && seen.hashes > SEEDS / 2, "{seen:?}");
     }
 }
