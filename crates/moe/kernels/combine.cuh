@@ -117,13 +117,15 @@ struct Back {
     u32 source, slot, k;
     bool is_one;
     u64 received;
-    DEVICE Back(const Parameters& p, u32 task, u32 each) {
+    // `counts`: rows of each rank.
+    template <typename Counts>
+    DEVICE Back(const Parameters& p, const Counts& counts, u32 task, u32 each) {
         const u32 row = each > 1 ? divided(task, p.top_k_inverse) : task;
         k = task - row * each;
         slot = divided(row, p.others_inverse);
         source = p.rank + 1 + row - slot * (p.ranks - 1);
         source -= source < p.ranks ? 0 : p.ranks;
-        is_one = slot < p.received[source];
+        is_one = slot < counts[source];
         received = static_cast<u64>(source) * p.max_tokens + slot;
         if (is_one && each > 1) is_one = position(p, k) >= 0;
     }
@@ -165,20 +167,21 @@ DEVICE void tell_sum(const Parameters& p, const Back& back, u64 number) {
     store_release(word_at(p, back.source, p.sum_words + index * sizeof(u64)), number);
 }
 
-template <NumberKind kind, bool is_exact, typename Step>
-DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
+template <NumberKind kind, bool is_exact, typename Step, typename Counts>
+DEVICE void send_back(const Parameters& p, u64 number, const Counts& counts, u32 of_role, u32 in_role) {
     if (p.ranks == 1) return;
     const Group group(p.send_group_bits, of_role, in_role, false);
     // With few rows each pair is a task, so more groups have one; with many a group waits once for all pairs of a row.
     const u32 each = is_exact && p.is_late ? p.top_k : 1;
     u32 most = 0;
     ROLLED for (u32 source = 0; source < p.ranks; ++source) {
-        if (source != p.rank && p.received[source] > most) most = p.received[source];
+        const u32 count = counts[source];
+        if (source != p.rank && count > most) most = count;
     }
     const u32 tasks = most * (p.ranks - 1) * each;
     u32 rows = 0;
     for (u32 task = group.first; task < tasks; task += group.step) {
-        const Back back(p, task, each);
+        const Back back(p, counts, task, each);
         if (!back.is_one) continue;
         if (!is_exact) {
             send_sum<kind, Step>(p, group, back, number);
@@ -210,7 +213,8 @@ DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role)
     group.sync();
     for (u64 task = group.first + static_cast<u64>(group.lane) * group.step; task < tasks;
          task += static_cast<u64>(group.size) * group.step) {
-        const Back back(p, static_cast<u32>(task), each);
+        // Each thread has another one, so it asks the memory.
+        const Back back(p, p.received, static_cast<u32>(task), each);
         if (!back.is_one) continue;
         if (is_exact) {
             tell_pair(p, back, number, back.k);
@@ -329,22 +333,20 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
     }
 }
 
-template <NumberKind kind, bool is_exact, typename Step>
-DEVICE void send_and_sum(const Parameters& p) {
-    const u64 number = load_once(p.number);
-    const Role role(p);
-    if (role.sends) send_back<kind, is_exact, Step>(p, number, role.of_senders, role.senders);
-    if (role.receives) sum_tokens<kind, is_exact, Step>(p, number, role.of_receivers, role.receivers);
-}
-
 template <NumberKind kind, bool is_exact>
 DEVICE void combine(const Parameters& p) {
+    // All that a sender waits for, at a time.
+    const u64 number = load_once(p.number);
+    const PerLane counts(p.ranks, 0u, [&](u32 rank) { return load_once(p.received + rank); });
     if (has_block_failed(p)) return;
+    const Role role(p);
     if ((p.phases & kReceive) && block() == 0 && thread() == 0) add_global(p.stats + kCombines, 1);
     if (is_exact || p.is_late) {
-        send_and_sum<kind, is_exact, OfFew>(p);
+        if (role.sends) send_back<kind, is_exact, OfFew>(p, number, counts, role.of_senders, role.senders);
+        if (role.receives) sum_tokens<kind, is_exact, OfFew>(p, number, role.of_receivers, role.receivers);
     } else {
-        send_and_sum<kind, is_exact, OfMany>(p);
+        if (role.sends) send_back<kind, is_exact, OfMany>(p, number, counts, role.of_senders, role.senders);
+        if (role.receives) sum_tokens<kind, is_exact, OfMany>(p, number, role.of_receivers, role.receivers);
     }
 }
 

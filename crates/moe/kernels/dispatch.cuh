@@ -469,8 +469,8 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
     receive_rows_by_threads(p, plan, arrivals, of_groups, number, tasks, of_role, in_role);
 }
 
-// The number of this dispatch. Each block keeps that of the one before, so grids have to have the same size each time.
-DEVICE u64 next_number(const Parameters& p) { return load_once(p.sequence + block()) + 1; }
+// The number of the dispatch before, which each block keeps: grids have to have the same size each time.
+DEVICE u64 last_number(const Parameters& p) { return load_once(p.sequence + block()); }
 
 // Keeps it for the next dispatch.
 DEVICE void end_number(const Parameters& p, u64 number) {

@@ -28,12 +28,14 @@ KERNEL(kvlane_moe_plan, kPlanThreads, 1) {
 
 KERNEL(kvlane_moe_dispatch, kThreads, 2) {
     SHARED_MEMORY;
-    const u64 number = next_number(p);
+    // Used after the plan: a sum with it here would wait for it.
+    const u64 last = last_number(p);
     const Role role(p);
     Plan plan{p.list, p.slot, p.expert, p.place, p.sent, p.expert_counts};
     const bool plans = p.plan_bytes > 0 && (p.phases & kSend);
     // A wrong id is known before anything is sent.
     if (plans ? !plan_for_itself(p, shared_memory, &plan) : has_block_failed(p)) return;
+    const u64 number = last + 1;
     if (role.sends) send_rows(p, plan, shared_memory, number, role.of_senders, role.senders);
     if (role.receives) receive_rows(p, plan, shared_memory, number, role.of_receivers, role.receivers);
     if (p.phases & kReceive) end_number(p, number);

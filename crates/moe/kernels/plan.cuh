@@ -20,12 +20,40 @@ struct Plan {
 constexpr u32 kFewInFlight = 2;
 constexpr u32 kManyInFlight = 8;
 
-DEVICE i64 id_of(const Parameters& p, u32 pair) {
-    return p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.ids)[pair] : reinterpret_cast<const i32*>(p.ids)[pair];
+// An id as it is loaded. Whoever widens one while another is not loaded yet waits for each in turn.
+struct Id {
+    u32 low, high;
+};
+
+DEVICE Id load_id(const Parameters& p, u32 pair) {
+    const bool is_wide = p.id_bytes == 8;
+    const u32* at = reinterpret_cast<const u32*>(p.ids) + (is_wide ? 2 * pair : pair);
+    return Id{at[0], is_wide ? at[1] : 0};
+}
+
+DEVICE i64 value_of(const Parameters& p, Id id) {
+    if (p.id_bytes == 4) return static_cast<i32>(id.low);
+    return static_cast<i64>(static_cast<u64>(id.high) << 32 | id.low);
 }
 
 // The expert that an id names, -1 if it names none.
 DEVICE i32 expert_of(const Parameters& p, i64 id) { return id >= 0 && id < p.experts ? static_cast<i32>(id) : -1; }
+
+// Experts of pairs, by their ids.
+struct ByIds {
+    const Parameters& p;
+    DEVICE Id load(u32 pair) const { return load_id(p, pair); }
+    DEVICE Id none() const { return Id{~0u, ~0u}; }
+    DEVICE i32 expert(Id id) const { return expert_of(p, value_of(p, id)); }
+};
+
+// Experts of pairs that are known.
+struct Known {
+    const i32* experts;
+    DEVICE i32 load(u32 pair) const { return experts[pair]; }
+    DEVICE i32 none() const { return -1; }
+    DEVICE i32 expert(i32 expert) const { return expert; }
+};
 
 DEVICE u32 token_of(const Parameters& p, u32 pair) { return divided(pair, p.top_k_inverse); }
 
@@ -34,16 +62,16 @@ template <u32 in_flight, typename Act>
 DEVICE void for_each_id(const Parameters& p, u32 from, u32 step, Act act) {
     const u32 pairs = p.tokens * p.top_k;
     ROLLED for (u32 first = from; first < pairs; first += in_flight * step) {
-        i64 ids[in_flight];
+        Id ids[in_flight];
         UNROLL
         for (u32 j = 0; j < in_flight; ++j) {
             const u32 pair = first + j * step;
-            ids[j] = pair < pairs ? id_of(p, pair) : -1;
+            if (pair < pairs) ids[j] = load_id(p, pair);
         }
         UNROLL
         for (u32 j = 0; j < in_flight; ++j) {
             const u32 pair = first + j * step;
-            if (pair < pairs) act(pair, ids[j]);
+            if (pair < pairs) act(pair, value_of(p, ids[j]));
         }
     }
 }
@@ -58,7 +86,7 @@ DEVICE bool read_ids(const Parameters& p, u32 from, u32 step, i32* experts) {
         if (expert < 0 && id != -1 && wrong == kNowhere) wrong = pair;
     });
     if (wrong == kNowhere) return false;
-    fail(p, kBadExpert, token_of(p, wrong), wrong - token_of(p, wrong) * p.top_k, static_cast<u64>(id_of(p, wrong)));
+    fail(p, kBadExpert, token_of(p, wrong), wrong - token_of(p, wrong) * p.top_k, static_cast<u64>(value_of(p, load_id(p, wrong))));
     return true;
 }
 
@@ -105,17 +133,17 @@ DEVICE void note_pair(const OfExperts& of, u32 words, u32 here, u32 token) {
     add_shared(&of.before[here * words + token / 32], 1);
 }
 
-// The rows of earlier pairs for the same expert, of which `count` come in all. `expert_of_pair` knows all pairs.
-template <typename Known>
+// The rows of earlier pairs for the same expert, of which `count` come in all.
+template <typename Experts>
 DEVICE u32 place_of(
-    const Parameters& p, const OfExperts& of, u32 words, u32 here, u32 count, u32 pair, u32 token, Known expert_of_pair) {
+    const Parameters& p, const OfExperts& of, u32 words, u32 here, u32 count, u32 pair, u32 token, const Experts& by) {
     const u32 nth = token / 32, word = here * words + nth, wanted = of.wanted[word], before = of.before[word];
     const u32 after = nth + 1 < words ? of.before[word + 1] : count;
     if (after - before == bits_of(wanted)) return before + bits_of(wanted & ((1u << token % 32) - 1));
     // A token wants an expert twice.
     u32 within = 0;
-    const i32 expert = expert_of_pair(pair);
-    ROLLED for (u32 other = nth * 32 * p.top_k; other < pair; ++other) within += expert_of_pair(other) == expert;
+    const i32 expert = by.expert(by.load(pair));
+    ROLLED for (u32 other = nth * 32 * p.top_k; other < pair; ++other) within += by.expert(by.load(other)) == expert;
     return before + within;
 }
 
@@ -127,21 +155,21 @@ struct OfRanks {
 };
 
 // Marks which tokens go to which rank.
-template <typename Known>
-DEVICE void mark_ranks(const Parameters& p, const OfRanks& of, u32 words, Known expert_of_pair) {
+template <typename Experts>
+DEVICE void mark_ranks(const Parameters& p, const OfRanks& of, u32 words, const Experts& by) {
     ROLLED for (u32 token = thread(); token < words * 32; token += threads()) {
         u32 ranks = 0;
         ROLLED for (u32 first = 0; first < p.top_k; first += kManyInFlight) {
-            i32 experts[kManyInFlight];
+            decltype(by.none()) loaded[kManyInFlight];
             UNROLL
             for (u32 j = 0; j < kManyInFlight; ++j) {
                 const bool is_one = token < p.tokens && first + j < p.top_k;
-                experts[j] = is_one ? expert_of_pair(token * p.top_k + first + j) : -1;
+                loaded[j] = is_one ? by.load(token * p.top_k + first + j) : by.none();
             }
             UNROLL
             for (u32 j = 0; j < kManyInFlight; ++j) {
-                const u32 rank = divided(static_cast<u32>(experts[j]), p.experts_a_rank_inverse);
-                ranks |= experts[j] >= 0 ? 1u << rank : 0;
+                const i32 expert = first + j < p.top_k ? by.expert(loaded[j]) : -1;
+                ranks |= expert >= 0 ? 1u << divided(static_cast<u32>(expert), p.experts_a_rank_inverse) : 0;
             }
         }
         ROLLED for (u32 i = 0; i < of.count; ++i) mark(of.sent + i * words, token, ranks >> (of.first + i) & 1);
@@ -193,7 +221,8 @@ DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
     ROLLED for (u32 pair = thread(); pair < pairs; pair += threads()) {
         if (experts[pair] >= 0) note_pair(of_experts, words, static_cast<u32>(experts[pair]), token_of(p, pair));
     }
-    mark_ranks(p, of_ranks, words, [experts](u32 pair) { return experts[pair]; });
+    const Known known{experts};
+    mark_ranks(p, of_ranks, words, known);
     block_sync();
     add_up(false, of_experts.before, p.experts, words, plan->counts, [&](u32 word) { return of_experts.before[word]; });
     add_up(true, of_ranks.before, p.ranks, words, plan->sent, [&](u32 word) { return bits_of(of_ranks.sent[word]); });
@@ -202,8 +231,7 @@ DEVICE bool plan_for_itself(const Parameters& p, char* memory, Plan* plan) {
         const i32 expert = experts[pair];
         if (expert < 0) continue;
         plan->place[pair] = place_of(
-            p, of_experts, words, static_cast<u32>(expert), plan->counts[expert], pair, token_of(p, pair),
-            [experts](u32 other) { return experts[other]; });
+            p, of_experts, words, static_cast<u32>(expert), plan->counts[expert], pair, token_of(p, pair), known);
     }
     place_tokens(p, *plan, of_ranks, words);
     block_sync();
@@ -246,9 +274,7 @@ DEVICE void plan_experts(const Parameters& p, const Plan& plan, u32 first, u32 c
     add_up(false, of.before, count, words, plan.counts + first, [&](u32 word) { return of.before[word]; });
     block_sync();
     for_each_listed(p, listed, first, count, [&](u32 pair, u32 here) {
-        plan.place[pair] = place_of(
-            p, of, words, here, plan.counts[first + here], pair, token_of(p, pair),
-            [&](u32 other) { return expert_of(p, id_of(p, other)); });
+        plan.place[pair] = place_of(p, of, words, here, plan.counts[first + here], pair, token_of(p, pair), ByIds{p});
     });
 }
 
@@ -258,7 +284,7 @@ DEVICE void plan_rank(const Parameters& p, const Plan& plan, u32 rank, u32* memo
     const OfRanks of{rank, 1, memory, memory + words};
     clear(memory, words);
     block_sync();
-    mark_ranks(p, of, words, [&](u32 pair) { return expert_of(p, id_of(p, pair)); });
+    mark_ranks(p, of, words, ByIds{p});
     block_sync();
     add_up(false, of.before, 1, words, plan.sent + rank, [&](u32 word) { return bits_of(of.sent[word]); });
     block_sync();
