@@ -9,7 +9,8 @@ result with a layer that has all experts.
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.connection import Connection
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,13 @@ def expert(number: int, rows: Any) -> Any:
     return np.maximum(rows @ weights, 0)
 
 
-def layer(rank: int, pipe: Connection) -> None:
-    """What one process does."""
-
-    def all_gather(told: bytes) -> list[bytes]:
-        pipe.send(told)
-        return pipe.recv()
-
+def layer(rank: int, path: str) -> tuple[int, bool]:
+    """One process: how many rows came to its experts, and whether the sums are those of one layer."""
     source = np.random.default_rng(100 + rank)
     x = source.normal(size=(TOKENS, HIDDEN)).astype(np.float32)
     ids = np.argsort(source.normal(size=(TOKENS, EXPERTS)))[:, :TOP_K]
     weights = np.full((TOKENS, TOP_K), 1 / TOP_K, np.float32)
-    group = Group(rank, RANKS, all_gather)
+    group = Group.at(path, rank, RANKS)
     with AllToAll(
         group, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, hidden=HIDDEN, dtype="float32"
     ) as ranks:
@@ -50,28 +46,17 @@ def layer(rank: int, pipe: Connection) -> None:
         weights[:, k : k + 1] * np.stack([expert(ids[t, k], x[t]) for t in range(TOKENS)])
         for k in range(TOP_K)
     )
-    pipe.send((len(got.rows), bool(np.allclose(out, alone, rtol=1e-4, atol=1e-4))))
+    return len(got.rows), bool(np.allclose(out, alone, rtol=1e-4, atol=1e-4))
 
 
 def main() -> None:
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=layer, args=(rank, theirs), daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-    for _ in range(2):
-        told = [pipe.recv() for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(told)
-    found = [pipe.recv() for pipe in pipes]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, context) as processes:
+        found = list(processes.map(layer, range(RANKS), [f"{folder}/ranks.sock"] * RANKS))
     for rank, (rows, is_equal) in enumerate(found):
         print(
             f"rank {rank}: {rows} rows came to its experts; sums {'are' if is_equal else 'ARE NOT'} those of one layer"
         )
-    for process in processes:
-        process.join()
     if not all(is_equal for _, is_equal in found):
         raise SystemExit("the sums differ")
 

@@ -2,7 +2,7 @@
 
     from kvlane.moe import AllToAll, Group
 
-    group = Group.of_torch()                             # or Group(rank, size, all_gather)
+    group = Group.of_torch()                             # or Group.at(path, rank, size)
     with AllToAll(group, experts=64, top_k=8, max_tokens=128, hidden=2048) as all_to_all:
         got = all_to_all.dispatch(x, ids, weights)       # rows of the tokens that want this rank's experts
         for expert, start in enumerate(got.starts):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvlane.moe._meeting import Meeting
+
 
 @dataclass(frozen=True)
 class Group:
@@ -39,6 +41,17 @@ class Group:
             return [bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)]
 
         return cls(dist.get_rank(group), size, all_gather)
+
+    @classmethod
+    def at(cls, path: str, rank: int, size: int, timeout: float = 60.0) -> Group:
+        """The ranks of one host that come to `path`, where rank 0 makes a Unix socket until all are there: this waits
+        for them. `timeout`: longest wait, in seconds, here and for each all-gather.
+
+        ValueError for a rank that cannot be; NotJoined if ranks do not come, or a process of another user is there.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size}")
+        return cls(rank, size, Meeting(path, rank, size, timeout).all_gather)
 
 
 class Noted:
