@@ -2,9 +2,9 @@
 
     python bench/gpu/moe_check.py --seconds 60 --out out/moe-check
 
-Draws sizes, layouts, types and routings until the time is over. Then it replays eight CUDA graphs of different numbers
-of tokens on one all-to-all, with other ids each time and calls between them. Controls: ids that the host was not told,
-and changed weights, have to be found.
+Draws sizes, layouts, types, casts and routings until the time is over. Then it replays eight CUDA graphs of different
+numbers of tokens on one all-to-all, with other ids each time and calls between them. Controls: ids that the host was
+not told, and changed weights, have to be found.
 
 With `--one-stream` all ranks share a stream: each sends before one receives, so no kernel waits for another. That is
 for compute-sanitizer, which may run kernels one after the other. Graphs are left out then.
@@ -88,7 +88,8 @@ def in_threads(act: Any, count: int) -> list[Any]:
 
 def made_of(rows: torch.Tensor) -> torch.Tensor:
     """The experts' work. Rows that no token has may be anything."""
-    return (rows.float() * 1.5 + 1).to(rows.dtype)
+    dtype = torch.bfloat16 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+    return (rows.float() * 1.5 + 1).to(dtype)
 
 
 def on_host(rank: AllToAll, given: tuple[Any, ...], reduced: bool) -> tuple[Any, Any]:
@@ -186,9 +187,12 @@ def drawn(source: random.Random, sizes: dict[str, Any], tokens: int) -> tuple[An
         ids[torch.rand(shape, generator=seed) < 0.5] = source.randrange(sizes["experts"])
     ids[torch.rand(shape, generator=seed) < 0.1] = -1
     x = torch.randn(tokens, sizes["hidden"], generator=seed).to(DTYPES[sizes["dtype"]])
-    scales = torch.randint(0, 256, (tokens, sizes["scale_bytes"]), generator=seed, dtype=torch.uint8)
+    scales = None
+    if sizes["scale_bytes"]:
+        scales = torch.randint(0, 256, (tokens, sizes["scale_bytes"]), generator=seed, dtype=torch.uint8)
+        scales = scales.view(torch.int32) if sizes.get("scales_column_major") else scales
     ids = ids.int() if source.random() < 0.5 else ids
-    return x, ids, torch.rand(shape, generator=seed) - 0.3, scales if sizes["scale_bytes"] else None
+    return x, ids, torch.rand(shape, generator=seed) - 0.3, scales
 
 
 def drawn_sizes(source: random.Random) -> tuple[int, dict[str, Any]]:
@@ -206,6 +210,17 @@ def drawn_sizes(source: random.Random) -> tuple[int, dict[str, Any]]:
         "scale_bytes": source.choice([0, 4, 17, 224]),
         "layout": layout,
     }
+    kind = source.choice([None, "by column", "fp8", "fp8_pow2", "fp8_ue8m0"])
+    if kind == "by column":
+        sizes |= {"scale_bytes": source.choice([4, 16, 224]), "scales_column_major": True}
+    elif kind is not None:
+        sizes |= {
+            "cast": kind,
+            "dtype": "bfloat16",
+            "scale_bytes": 0,
+            "hidden": 512 * source.choice([1, 3, 14]),
+        }
+        sizes["scales_column_major"] = source.random() < 0.5
     if layout == "experts":
         sizes["alignment"] = source.choice([1, 8, 128])
     if layout == "masked":

@@ -469,6 +469,9 @@ class MoeRank:
     def give_up(self) -> None: ...
     def close(self) -> None: ...
 
+def moe_cast(from_: tuple[int, int], rows: tuple[int, int], scales: tuple[int, int], kind: str, /) -> None:
+    """Rows of bfloat16 in the memory of the host, as fp8 with scales; `kind` as the `cast` of `kvlane.moe`."""
+
 class MoeGpuDispatch:
     """A dispatch of a `MoeGpuRank`, until it is combined."""
 
@@ -494,17 +497,21 @@ class MoeGpuRank:
         """Of what ran so far. Waits for a copy from the GPU."""
 
     def check(self) -> None: ...
+    def cast(self, stream: int, tokens: int, from_: int, rows: int, scales: int, kind: str, /) -> None:
+        """`moe_cast` by a kernel."""
+
     def dispatch(
         self,
         stream: int,
         input: tuple[int, int, int, int, int, int | None],
-        output: tuple[int, int, int, int, int, int] | None,
+        output: tuple[int, int, int, int, int, int, bool] | None,
     ) -> MoeGpuDispatch:
         """`input`: number of tokens; addresses of rows, scales and ids; bytes of an id; address of weights. `output`:
-        addresses of rows, scales, counts, starts, ids and weights; without it, `receive` is due."""
+        addresses of rows, scales, counts, starts, ids and weights, and whether scales go by column; without it,
+        `receive` is due."""
 
     def receive(
-        self, stream: int, dispatch: MoeGpuDispatch, output: tuple[int, int, int, int, int, int]
+        self, stream: int, dispatch: MoeGpuDispatch, output: tuple[int, int, int, int, int, int, bool]
     ) -> None: ...
     def combine(
         self,

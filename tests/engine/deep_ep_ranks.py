@@ -336,6 +336,23 @@ def normal_calls(rank: int, deep_ep: ModuleType) -> str:
     return "" if mask.tolist() == [0] * RANKS else "a rank is masked"
 
 
+def cast(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and scales that an all-to-all of this rank alone dispatches."""
+    from kvlane.moe import AllToAll, Group
+
+    with AllToAll(
+        Group(0, 1, lambda told: [told]),
+        experts=1,
+        top_k=1,
+        max_tokens=len(x),
+        hidden=x.shape[1],
+        cast=kind,
+        layout="tokens",
+    ) as alone:
+        got = alone.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int64))
+        return got.rows, got.scales
+
+
 def scales_of_fp8(rank: int, deep_ep: ModuleType) -> str:
     """Scales as DeepEP's kernels compute them, plain, rounded to powers of two, and packed."""
     x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
@@ -346,7 +363,7 @@ def scales_of_fp8(rank: int, deep_ep: ModuleType) -> str:
     blocks = x.double().unflatten(1, (-1, 128))
     amax = blocks.abs().amax(2).clamp(min=1e-4)
     for is_rounded in (False, True):
-        rows, scales = deep_ep._to_fp8(x, is_rounded, False)
+        rows, scales = cast(x, "fp8_pow2" if is_rounded else "fp8")
         wide = rows.double().unflatten(1, (-1, 128)) * scales.double().unsqueeze(2)
         # Half of the last of 3 bits, or of the smallest number, 2 ** -9.
         bound = torch.maximum(blocks.abs() * 2**-4, scales.double().unsqueeze(2) * 2**-10)
@@ -357,7 +374,7 @@ def scales_of_fp8(rank: int, deep_ep: ModuleType) -> str:
             exponents = torch.log2(scales.double())
             if not ((ratio > 0.9999) & (ratio < 2) & (exponents == exponents.round())).all():
                 return f"scales of powers of two: {ratio.min()} to {ratio.max()}"
-            packed = deep_ep._to_fp8(x, True, True)[1]
+            packed = cast(x, "fp8_ue8m0")[1]
             shifts = torch.arange(0, 32, 8)
             unpacked = (packed.unsqueeze(2).long() >> shifts & 255).flatten(1) - 127
             if packed.dtype != torch.int32 or not torch.equal(unpacked, exponents.long()):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import fake_gpu_tensors
@@ -79,7 +80,30 @@ def compare(rank: int, size: int) -> None:
                 assert torch.equal(out, found), (layout, number)
             stats = gpu.stats()
             assert stats == host.stats() and stats.dispatches == 6, (stats, host.stats())
+    casts(group)
     print("right")
+
+
+def casts(group: Group) -> None:
+    """Rows that are cast, and scales by column."""
+    source = torch.Generator().manual_seed(group.rank)
+    for layout, cast in itertools.product(
+        ("experts", "masked", "tokens"), ("fp8", "fp8_pow2", "fp8_ue8m0", None)
+    ):
+        sizes: dict[str, Any] = {"layout": layout, "hidden": 1024, "cast": cast, "scales_column_major": True}
+        sizes["scale_bytes"] = 0 if cast else 20
+        host = AllToAll(group, experts=EXPERTS, top_k=TOP_K, max_tokens=MOST, **sizes)
+        with host, on_gpu(group, **sizes) as gpu:
+            _, ids, weights, _ = drawn(group.rank + 40)
+            x = torch.randn(len(ids), 1024, generator=source).bfloat16()
+            scales = None if cast else torch.randn(len(ids), 5, generator=source)
+            wanted, got = host.dispatch(x, ids, weights, scales), gpu.dispatch(x, ids, weights, scales)
+            gpu.check()
+            assert got.scales.transpose(-1, -2).is_contiguous()
+            assert got.rows.dtype == wanted.rows.dtype
+            got = got.trimmed()
+            as_bytes = [replace(each, rows=each.rows.view(torch.uint8)) for each in (wanted, got)]
+            same(*as_bytes, layout)
 
 
 def same(wanted: Received, got: Received, layout: str) -> None:

@@ -42,6 +42,7 @@ mod moe {
     use std::ffi::c_void;
 
     unsafe extern "C" {
+        pub(super) fn kvlane_moe_cast_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
         pub(super) fn kvlane_moe_plan_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
         pub(super) fn kvlane_moe_dispatch_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
         pub(super) fn kvlane_moe_exact_bf16_on_a_cpu(parameters: *const c_void, block: u32, blocks: u32);
@@ -57,6 +58,7 @@ mod moe {
 #[cfg(has_bodies)]
 pub(super) fn body_of(entry: &CStr) -> Option<Body> {
     Some(Body(match entry.to_bytes() {
+        b"kvlane_moe_cast" => moe::kvlane_moe_cast_on_a_cpu,
         b"kvlane_moe_plan" => moe::kvlane_moe_plan_on_a_cpu,
         b"kvlane_moe_dispatch" => moe::kvlane_moe_dispatch_on_a_cpu,
         b"kvlane_moe_exact_bf16" => moe::kvlane_moe_exact_bf16_on_a_cpu,

@@ -305,6 +305,27 @@ DEVICE void note_places(
     if (group.lane == 0) p.tokens_received[received] = token;
 }
 
+// Where a number of a row's scales stands if they go by column: [experts][columns][capacity] if rows are masked.
+DEVICE u32* scale_in_column(const Parameters& p, u32 position, u32 column) {
+    const u32 expert = p.arrangement == kMasked ? position / p.capacity : 0, columns = p.scale_bytes / sizeof(u32);
+    const u64 first = (static_cast<u64>(expert) * columns + column) * p.capacity;
+    return reinterpret_cast<u32*>(p.out_scales) + first + (position - expert * p.capacity);
+}
+
+DEVICE void store_scales(const Parameters& p, u32 position, u32 at, uint4 piece) {
+    if ((p.scaling & kByColumn) == 0) {
+        store_piece(p.scale_piece, p.out_scales + static_cast<u64>(position) * p.scale_bytes, at, piece);
+        return;
+    }
+    const u32 words = p.scale_piece / sizeof(u32);
+    u32* to = scale_in_column(p, position, at * words);
+    to[0] = piece.x;
+    if (words == 1) return;
+    to[p.capacity] = piece.y;
+    to[2 * static_cast<u64>(p.capacity)] = piece.z;
+    to[3 * static_cast<u64>(p.capacity)] = piece.w;
+}
+
 // Writes the scales of a row to its places. `first` is this thread's first piece of them, which is loaded.
 DEVICE void place_scales(const Parameters& p, const Group& group, const OfGroup* of_group, uint4 first, const char* scales) {
     ROLLED for (u32 at = group.lane; at * p.scale_piece < p.scale_bytes; at += group.size) {
@@ -312,7 +333,7 @@ DEVICE void place_scales(const Parameters& p, const Group& group, const OfGroup*
         ROLLED for (u32 k = 0; k < p.top_k; ++k) {
             const u32 position = of_group->positions[k];
             if (position == kNowhere) continue;
-            store_piece(p.scale_piece, p.out_scales + static_cast<u64>(position) * p.scale_bytes, at, piece);
+            store_scales(p, position, at, piece);
         }
     }
 }
@@ -389,8 +410,16 @@ DEVICE void receive_rows_in_bulk(
             const u64 position = of_group->positions[k];
             if (position == kNowhere) continue;
             bulk_store(p.out_rows + position * p.row_bytes, bulk.buffer, p.row_bytes);
-            if (p.scale_bytes == 0) continue;
+            if (p.scale_bytes == 0 || (p.scaling & kByColumn)) continue;
             bulk_store(p.out_scales + position * p.scale_bytes, bulk.buffer + p.scales_at, p.scale_bytes);
+        }
+        if (p.scaling & kByColumn) {
+            ROLLED for (u32 at = group.lane; at * kUnit < p.scale_bytes; at += kWarp) {
+                const uint4 piece = *reinterpret_cast<const uint4*>(bulk.buffer + p.scales_at + at * kUnit);
+                ROLLED for (u32 k = 0; k < p.top_k; ++k) {
+                    if (of_group->positions[k] != kNowhere) store_scales(p, of_group->positions[k], at, piece);
+                }
+            }
         }
         bulk_stores_have_read();
         warp_sync();

@@ -24,6 +24,7 @@ using i64 = std::int64_t;
 #define SHARED_MEMORY extern __shared__ __align__(128) char shared_memory[]
 
 constexpr u32 kWarp = 32;
+constexpr u32 kHalfWarp = 16;
 constexpr u32 kWarpBits = 5;
 
 DEVICE u32 thread() { return threadIdx.x; }
@@ -65,6 +66,14 @@ DEVICE u32 sum_below(u32 value) {
 // The greatest value of a warp.
 DEVICE u32 greatest_of_warp(u32 value) {
     for (u32 step = kWarp / 2; step > 0; step /= 2) {
+        const u32 other = __shfl_xor_sync(~0u, value, step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+DEVICE u32 greatest_of_half_warp(u32 value) {
+    for (u32 step = kHalfWarp / 2; step > 0; step /= 2) {
         const u32 other = __shfl_xor_sync(~0u, value, step);
         value = other > value ? other : value;
     }
@@ -192,6 +201,7 @@ DEVICE void pause() { __nanosleep(20); }
 
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float quotient(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 DEVICE float float_of_half(u32 half) {
@@ -210,6 +220,17 @@ DEVICE u32 bfloats_of(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+
+#if __CUDA_ARCH__ >= 890
+// Two numbers as float8_e4m3fn, the second one in the upper byte: the nearest, ties to even, at most 448.
+DEVICE u32 fp8s_of(float low, float high) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+}
+#else
+#define WITHOUT_FP8
+#endif
 
 // A kernel with its most threads, and the blocks that a multiprocessor has to run at a time.
 #define KERNEL(name, most_threads, at_a_time) \
@@ -230,6 +251,7 @@ DEVICE u32 bfloats_of(float low, float high) {
 #define SHARED_MEMORY char* const shared_memory = memory_of_block
 
 constexpr u32 kWarp = 1;
+constexpr u32 kHalfWarp = 1;
 
 struct uint4 {
     u32 x, y, z, w;
@@ -268,6 +290,7 @@ DEVICE bool claim(u32* word, u32 value) {
 DEVICE void add_global(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
 DEVICE u32 sum_below(u32) { return 0; }
 DEVICE u32 greatest_of_warp(u32 value) { return value; }
+DEVICE u32 greatest_of_half_warp(u32 value) { return value; }
 DEVICE u32 of_last_lane(u32 value) { return value; }
 
 template <typename T, typename Make>
@@ -314,6 +337,7 @@ DEVICE void pause() { sched_yield(); }
 // Compiled without contraction of a product and a sum.
 DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
+DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float float_of_bits(u32 bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -344,6 +368,8 @@ DEVICE u32 bfloat_of(float value) {
 DEVICE u32 halves_of(float low, float high) { return half_of(low) | half_of(high) << 16; }
 DEVICE u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of(high) << 16; }
 
+#define WITHOUT_FP8
+
 // A function that does a block of a launch. All blocks run at a time, as on a GPU.
 #define KERNEL(name, most_threads, at_a_time)                                         \
     static void name##_block(const Parameters& p);                                    \
@@ -356,4 +382,18 @@ DEVICE u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of
     }                                                                                 \
     static void name##_block(const Parameters& p)
 
+#endif
+
+#ifdef WITHOUT_FP8
+// As the newer GPUs' instruction does it.
+DEVICE u32 fp8_of(float value) {
+    const u32 bits = bits_of_float(value), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return 0x7f;
+    // 448, and what is rounded to it.
+    if (size >= 0x43e00000) return sign | 0x7e;
+    // Below 2^-6 steps are 2^-9. The sum of a float with 2^14 ends at that step.
+    if (size < 0x3c800000) return sign | (bits_of_float(plus(float_of_bits(size), 16384.f)) - bits_of_float(16384.f));
+    return sign | (((size + 0x7ffff + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3));
+}
+DEVICE u32 fp8s_of(float low, float high) { return fp8_of(low) | fp8_of(high) << 8; }
 #endif

@@ -1,14 +1,18 @@
 // Dispatch and combine of a mixture of experts between the GPUs of one host, by stores into each other's memory. The head of
 // crates/moe/src/lib.rs describes the protocol, crates/moe/src/layout.rs the memory that ranks write into each other.
 //
+//   cast      rows of bfloat16 become fp8 with scales, if the caller wants that
 //   plan      for many tokens, a launch of its own: where each row goes. For few, each block of dispatch plans for itself.
 //   dispatch  some blocks send this rank's rows and counts, the others wait for those of all ranks and place them
 //   combine   some blocks send back what experts made of the rows of other ranks, the others sum up this rank's tokens
 //
 // A part that sends waits for nobody. A part that receives waits for words, each of one row: for the number of the dispatch.
 
+#include "cast.cuh"
 #include "combine.cuh"
 #include "dispatch.cuh"
+
+KERNEL(kvlane_moe_cast, kThreads, 1) { cast_rows(p); }
 
 // Blocks of experts, then a block for each rank.
 KERNEL(kvlane_moe_plan, kPlanThreads, 1) {

@@ -20,6 +20,8 @@ constexpr u32 kListed = 8192;
 
 enum Phase : u32 { kSend = 1, kReceive = 2 };
 enum Arrangement : u32 { kExperts, kMasked, kTokens };
+// Scales that a cast makes are powers of two, and only their exponents, a byte each. Scales that came stand column by column.
+enum Scaling : u32 { kPowersOfTwo = 1, kPacked = 2, kByColumn = 4 };
 enum NumberKind : u32 { kBf16, kF16, kF32 };
 // As crates/moe/src/gpu/failure.rs.
 enum Failure : u32 { kNone, kGone, kTimedOut, kOutOfStep, kNonsense, kBadExpert, kCapacity };
@@ -37,7 +39,9 @@ struct Parameters {
     // Bytes of a piece of scales: 16, 4 or 1, as they are aligned.
     u32 is_late, scale_piece;
     // 2^31 divided by that, rounded up: see `divided`. `others`: ranks but this one. `words`: words of counts of a rank.
-    u32 top_k_inverse, experts_a_rank_inverse, ranks_inverse, others_inverse, words_inverse, unused;
+    u32 top_k_inverse, experts_a_rank_inverse, ranks_inverse, others_inverse, words_inverse;
+    // Bits of `Scaling`.
+    u32 scaling;
     // Where senders have room for rows in a block's memory, and for how many; 0: for none.
     u32 bulk_begin, bulk_rows;
     u64 timeout_ns;

@@ -8,6 +8,7 @@
 //! ```
 //! - pure: [`Shape`], what all ranks agree on; `routing`, where each row goes; [`Arrivals`], where it lands;
 //!   `layout`, the bytes of a rank's memory
+//! - `cast`, rows of bfloat16 as fp8 with scales
 //! - edges: `heap`, memory that all ranks of a host map; [`join()`], how they find each other's; [`Rank`], the two operations;
 //!   `wait`, how a rank waits for another one, and learns that it has left
 //! - [`gpu`]: the same on GPUs, by kernels
@@ -39,6 +40,7 @@
 compile_error!("kvlane runs on 64-bit Linux");
 
 mod arrivals;
+mod cast;
 mod combine;
 mod error;
 #[cfg(not(loom))]
@@ -60,6 +62,7 @@ mod under_loom;
 mod wait;
 
 pub use arrivals::Arrivals;
+pub use cast::{SCALED, Scales, cast_to_fp8};
 pub use error::{MoeError, Phase};
 #[cfg(not(loom))]
 pub use join::{AllGather, join};

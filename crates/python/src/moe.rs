@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvlane_moe::{AllGather, Arrived, Handle, MoeError, Number, Rank, RowLayout, Sent, Shape, Sum, join};
+use kvlane_moe::{
+    AllGather, Arrived, Handle, MoeError, Number, Rank, RowLayout, Scales, Sent, Shape, Sum, cast_to_fp8,
+    join,
+};
 use parking_lot::Mutex;
 use pyo3::{
     create_exception,
@@ -321,6 +324,30 @@ unsafe fn items_mut<'a, T>((address, bytes): Memory) -> &'a mut [T] {
     assert!(address.is_multiple_of(align_of::<T>()), "an array that is not aligned");
     // SAFETY: the caller's promise; it is aligned.
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), items) }
+}
+
+/// Casts rows of bfloat16 in the memory of the host to fp8.
+#[pyfunction]
+pub(crate) fn moe_cast(
+    py: Python<'_>,
+    from: Memory,
+    rows: Memory,
+    scales: Memory,
+    kind: &str,
+) -> PyResult<()> {
+    let kind = scales_of(kind)?;
+    // SAFETY: kvlane.moe has made the last two for the call, and holds the first one's owner.
+    let (from, rows, scales) = unsafe { (bytes_of(from), bytes_mut(rows), bytes_mut(scales)) };
+    py.detach(|| cast_to_fp8(from, kind, rows, scales)).map_err(error)
+}
+
+pub(crate) fn scales_of(name: &str) -> PyResult<Scales> {
+    match name {
+        "fp8" => Ok(Scales::Float),
+        "fp8_pow2" => Ok(Scales::PowerOfTwo),
+        "fp8_ue8m0" => Ok(Scales::Exponent),
+        other => Err(PyValueError::new_err(format!("cast is fp8, fp8_pow2 or fp8_ue8m0, and not {other:?}"))),
+    }
 }
 
 fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {

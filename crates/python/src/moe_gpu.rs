@@ -1,17 +1,17 @@
 //! A rank of an all-to-all on a GPU for Python. Users call `python/kvlane/moe`, which wraps it.
 
 use kvlane_gpu::StreamHandle;
-use kvlane_moe::gpu::{Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
+use kvlane_moe::gpu::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
 use kvlane_moe::{MoeError, RowLayout, Sum};
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::gpu::open_gpu;
-use crate::moe::{Sizes, error, joined};
+use crate::moe::{Sizes, error, joined, scales_of};
 use crate::own::Own;
 
-/// Addresses of rows, scales, counts, starts, ids and weights that a dispatch writes.
-type OutputAddresses = (u64, u64, u64, u64, u64, u64);
+/// Addresses of rows, scales, counts, starts, ids and weights that a dispatch writes; whether scales go by column.
+type OutputAddresses = (u64, u64, u64, u64, u64, u64, bool);
 /// Number of tokens; addresses of rows, scales and ids; bytes of an id; address of weights.
 type InputAddresses = (usize, u64, u64, u64, usize, Option<u64>);
 
@@ -63,6 +63,23 @@ impl PyGpuRank {
     /// Raises what a kernel or a call failed with for good.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |rank| rank.check())
+    }
+
+    /// Launches a cast of rows to fp8.
+    #[allow(clippy::too_many_arguments, reason = "addresses for Python")]
+    fn cast(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        tokens: usize,
+        from: u64,
+        rows: u64,
+        scales: u64,
+        kind: &str,
+    ) -> PyResult<()> {
+        let cast = Cast { tokens, from, rows, scales, kind: scales_of(kind)? };
+        // SAFETY: as in `dispatch`.
+        self.with(py, |rank| unsafe { rank.cast(StreamHandle(stream), &cast) })
     }
 
     /// Launches a dispatch. Without an output only the part that sends: `receive` launches the rest.
@@ -193,6 +210,7 @@ impl PyGpuDispatch {
     }
 }
 
-fn output_of((rows, scales, counts, starts, ids, weights): OutputAddresses) -> Output {
-    Output { rows, scales, counts, starts, ids, weights }
+fn output_of(addresses: OutputAddresses) -> Output {
+    let (rows, scales, counts, starts, ids, weights, scales_by_column) = addresses;
+    Output { rows, scales, counts, starts, ids, weights, scales_by_column }
 }

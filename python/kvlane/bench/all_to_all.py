@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="experts",
         help="how rows stand (default %(default)s)",
     )
+    gpus.add_argument(
+        "--cast",
+        action="store_true",
+        help="dispatch casts rows of bfloat16 to fp8, and gives scales by column",
+    )
     gpus.add_argument("--eager", action="store_true", help="call by call, and not by CUDA graphs")
     gpus.add_argument("--num-sms", type=count, help="multiprocessors of a call at most (default: all)")
     add_out(parser)

@@ -33,6 +33,7 @@ _TITLES = {
     "dispatch-again": "dispatch, again",
     "combine": "combine, exact",
     "combine-reduced": "combine, reduced",
+    "there-and-back": "dispatch and the first combine",
     "copy": "a copy of the rows of dispatch on the same GPU",
     "nccl-rows": "NCCL, the rows of dispatch",
     "nccl-sums": "NCCL, the rows of combine, reduced",
@@ -61,7 +62,8 @@ def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[
             figures.append(Figure(f"{_TITLES[ours]} / {_TITLES[peer]}", ratio))
     note = (
         f"{arguments.ranks} ranks on {gpus} {torch.cuda.get_device_name(0)}, {arguments.tokens} tokens each, "
-        f"{arguments.top_k} of {arguments.experts} experts, rows of {arguments.hidden} fp8 with scales to dispatch and "
+        f"{arguments.top_k} of {arguments.experts} experts, rows of {arguments.hidden} fp8 with scales to dispatch"
+        f"{', which it casts from bfloat16 and gives by column,' if arguments.cast else ''} and "
         f"of bfloat16 to combine, layout {arguments.layout}, {arguments.routing} routing, other ids in each round, "
         f"{'call by call' if arguments.eager else 'by CUDA graphs'}. torch {torch.__version__}."
     )
@@ -201,6 +203,10 @@ def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any
     sizes: dict[str, Any] = {"layout": settings["layout"], "exact": settings["layout"] != "tokens"}
     if settings["layout"] == "experts":
         sizes["alignment"] = 128
+    if settings["cast"]:
+        sizes |= {"cast": "fp8", "scales_column_major": True}
+    else:
+        sizes |= {"row_bytes": hidden, "scale_bytes": hidden // _SCALED * 4}
     if settings["num_sms"] is not None:
         sizes["num_sms"] = settings["num_sms"]
     made = joined(
@@ -210,8 +216,6 @@ def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any
         top_k=top_k,
         max_tokens=tokens,
         hidden=hidden,
-        row_bytes=hidden,
-        scale_bytes=hidden // _SCALED * 4,
         device=f"cuda:{torch.cuda.current_device()}",
         **sizes,
     )
@@ -222,6 +226,9 @@ def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any
         random = torch.Generator("cuda").manual_seed(rank)
         x = torch.randint(0, 255, (tokens, hidden), dtype=torch.uint8, device="cuda", generator=random)
         scales = torch.rand(tokens, hidden // _SCALED, device="cuda", generator=random)
+        if settings["cast"]:
+            scales = None
+            x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", generator=random)
         weights = torch.rand(tokens, top_k, device="cuda", generator=random)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         stream = torch.cuda.Stream()
@@ -282,6 +289,10 @@ def _calls(
             rank.y = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         rank.all_to_all.combine(rank.y, rank.got, reduced=reduced)
 
+    def there_and_back(rank: Rank) -> None:
+        dispatch(rank)
+        combine(rank, sums[0] == "combine-reduced")
+
     sums = ["combine-reduced"] if settings["layout"] == "tokens" else ["combine", "combine-reduced"]
     # Once as calls: all ranks' kernels are loaded, and outputs are there.
     for name in sums:
@@ -297,13 +308,16 @@ def _calls(
         for name in sums:
             calls["dispatch" if name == sums[0] else "dispatch-again"] = dispatch
             calls[name] = lambda rank, is_reduced=name == "combine-reduced": combine(rank, is_reduced)
+        calls["there-and-back"] = there_and_back
     else:
-        calls = _graphs(torch, ranks, sums, dispatch, combine)
+        calls = _graphs(torch, ranks, sums, dispatch, combine, there_and_back)
     calls |= _peers(torch, dist, ranks, settings)
     return calls
 
 
-def _graphs(torch: Any, ranks: list[Rank], sums: list[str], dispatch: Any, combine: Any) -> Any:
+def _graphs(
+    torch: Any, ranks: list[Rank], sums: list[str], dispatch: Any, combine: Any, there_and_back: Any
+) -> Any:
     """Graphs of each call. Those of a combine and of the dispatch before it go together."""
     for rank in ranks:
 
@@ -318,12 +332,14 @@ def _graphs(torch: Any, ranks: list[Rank], sums: list[str], dispatch: Any, combi
         for name in sums:
             captured(f"dispatch before {name}", lambda rank=rank: dispatch(rank))
             captured(name, lambda rank=rank, name=name: combine(rank, name == "combine-reduced"))
+        captured("there-and-back", lambda rank=rank: there_and_back(rank))
     torch.cuda.synchronize()
     calls = {"empty": lambda rank: rank.graphs["empty"].replay()}
     for name in sums:
         first = "dispatch" if name == sums[0] else "dispatch-again"
         calls[first] = lambda rank, name=name: rank.graphs[f"dispatch before {name}"].replay()
         calls[name] = lambda rank, name=name: rank.graphs[name].replay()
+    calls["there-and-back"] = lambda rank: rank.graphs["there-and-back"].replay()
     return calls
 
 

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_SCALE_BYTES = {"fp8": 4, "fp8_pow2": 4, "fp8_ue8m0": 1}
 _LAYOUTS = ("experts", "masked", "tokens")
 
 
@@ -64,6 +65,8 @@ class AllToAll:
         dtype: str = "bfloat16",
         row_bytes: int | None = None,
         scale_bytes: int = 0,
+        cast: str | None = None,
+        scales_column_major: bool = False,
         alignment: int = 1,
         layout: str = "experts",
         capacity: int | None = None,
@@ -77,6 +80,9 @@ class AllToAll:
         `top_k`: experts of a token, at most 32. `max_tokens`: most tokens of a rank in one dispatch. `hidden`:
         elements of a row that `combine` sums, of `dtype` (bfloat16, float16 or float32). `row_bytes`: bytes of a row
         that `dispatch` moves, a multiple of 16; by default as many. `scale_bytes`: bytes of scales that go with it.
+        `cast`: what dispatch makes of rows of bfloat16 before it sends them: `fp8` float8_e4m3fn with a float32 scale
+        for each 128 elements, `fp8_pow2` scales that are powers of two, `fp8_ue8m0` their exponents, four in an int32.
+        It replaces `row_bytes` and `scale_bytes`. `scales_column_major`: scales, of 4 bytes each, come in columns.
         `layout`: how received rows stand, see `Received.rows`. `alignment`: each expert's rows begin at a multiple of
         it, for `experts`. `capacity`: most rows of an expert, for `masked`; by default `max_tokens` of each rank, which
         is enough unless a token names an expert twice. For the other layouts on a GPU: most rows of a dispatch, by
@@ -88,6 +94,17 @@ class AllToAll:
         without a GPU.
         """
         on_gpu = str(device) != "cpu"
+        if cast is not None:
+            if row_bytes is not None or scale_bytes or dtype != "bfloat16":
+                raise ValueError("a cast takes bfloat16, and says row_bytes and scale_bytes itself")
+            if cast not in _SCALE_BYTES:
+                raise ValueError(f"cast is fp8, fp8_pow2 or fp8_ue8m0, and not {cast!r}")
+            block = 128 * (4 // _SCALE_BYTES[cast])
+            if hidden % block:
+                raise ValueError(f"hidden is {hidden}, and has no whole blocks of {block} elements to scale")
+            row_bytes, scale_bytes = hidden, hidden // 128 * _SCALE_BYTES[cast]
+        if scales_column_major and (scale_bytes == 0 or scale_bytes % 4):
+            raise ValueError(f"scales by column have 4 bytes each, and a row has {scale_bytes} bytes of them")
         if dtype not in _ITEM_BYTES:
             raise ValueError(f"dtype is bfloat16, float16 or float32, and not {dtype!r}")
         if layout not in _LAYOUTS:
@@ -123,6 +140,8 @@ class AllToAll:
             capacity or 0,
             exact,
             timeout,
+            cast,
+            scales_column_major,
         )
         self._end: HostEnd | GpuEnd
         if on_gpu:
@@ -141,9 +160,9 @@ class AllToAll:
     def dispatch(self, x: Any, ids: Any, weights: Any = None, scales: Any = None) -> Received:
         """Sends row t of `x` to the ranks that hold the experts `ids[t]`, and returns the rows that came here.
 
-        `x` is [T, ...] with `row_bytes` a row, `ids` [T, top_k] of integers, -1 for none, `weights` [T, top_k] of
-        float32, or None if `combine` gets them or nobody needs them. An earlier result has to be combined or given up
-        before the second dispatch after it.
+        `x` is [T, ...] with `row_bytes` a row, or [T, hidden] of bfloat16 for a cast; `ids` [T, top_k] of integers, -1
+        for none; `weights` [T, top_k] of float32, or None if `combine` gets them or nobody needs them. An earlier
+        result has to be combined or given up before the second dispatch after it.
 
         ValueError for wrong arguments, with nothing sent. CapacityExceeded if an expert of this rank got too many rows.
         RankLost, RankSilent or MoeError for the rest. On a GPU these come with a later call, or `check`, and are for
@@ -201,6 +220,15 @@ class AllToAll:
         self._check_pairs("ids", ids, tokens)
         weights = None if weights is None else self._weights(weights, tokens)
         row_bytes, scale_bytes = self._sizes.row_bytes, self._sizes.scale_bytes
+        if self._sizes.cast is not None:
+            wanted = (tokens, self._sizes.hidden)
+            if tuple(x.shape) != wanted or kind_of(x) not in ("bfloat16", "uint16") or scales is not None:
+                raise ValueError(
+                    f"x is {list(x.shape)} of {kind_of(x)}, and has to be {list(wanted)} of bfloat16 to be cast, "
+                    "without scales"
+                )
+            rows, scales = self._end.cast(x, self._sizes.cast)
+            return rows, ids, weights, scales
         if (scales is None) != (scale_bytes == 0):
             raise ValueError(f"scales of {scale_bytes} bytes a row were said to come with each dispatch")
         scales = None if scales is None else self._end.as_array(scales, "scales")
@@ -212,6 +240,10 @@ class AllToAll:
                 raise ValueError(
                     f"{name} is {list(array.shape)} of {kind_of(array)}, and has to be {tokens} rows of {size} bytes"
                 )
+        if self._sizes.scales_column_major and (scales.ndim != 2 or item_bytes(scales) != 4):
+            raise ValueError(
+                f"scales are {list(scales.shape)} of {kind_of(scales)}, and by column have 4 bytes each"
+            )
         return x, ids, weights, scales
 
     def _checked_back(

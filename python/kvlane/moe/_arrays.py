@@ -74,6 +74,25 @@ def empty_like(like: Any, shape: tuple[int, ...]) -> Any:
     return numpy.empty(shape, dtype=like.dtype)
 
 
+def cast_like(like: Any, tokens: int, hidden: int, kind: str) -> tuple[Any, Any]:
+    """Memory for rows of fp8, uint8 in numpy, and their scales."""
+    blocks = hidden // 128
+    columns, scale = (blocks // 4, "int32") if kind == "fp8_ue8m0" else (blocks, "float32")
+    if is_torch(like):
+        import torch
+
+        rows = like.new_empty((tokens, hidden), dtype=torch.float8_e4m3fn)
+        return rows, like.new_empty((tokens, columns), dtype=getattr(torch, scale))
+    import numpy
+
+    return numpy.empty((tokens, hidden), numpy.uint8), numpy.empty((tokens, columns), scale)
+
+
+def by_column(array: Any) -> Any:
+    """A view of an array [.., n, columns] in memory [.., columns, n], or the other way round."""
+    return array.swapaxes(-1, -2)
+
+
 def zeros_like(like: Any, kind: str, rows: int | None = None) -> Any:
     """Of another type of element, and another number of rows."""
     shape = (like.shape[0] if rows is None else rows, *like.shape[1:])

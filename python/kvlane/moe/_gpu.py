@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlane import _core
-from kvlane.moe._arrays import kind_of
+from kvlane.moe._arrays import by_column, cast_like, kind_of
 from kvlane.moe._errors import NotJoined, errors_of_core
 from kvlane.moe._group import Group, Noted
 from kvlane.moe._received import Received, Sent, Sizes
@@ -98,6 +98,12 @@ class GpuEnd:
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
         return like.new_empty(shape)
 
+    def cast(self, x: Any, kind: str) -> tuple[Any, Any]:
+        rows, scales = cast_like(x, *x.shape, kind)
+        with errors_of_core():
+            self._rank.cast(self._stream(), len(x), x.data_ptr(), rows.data_ptr(), scales.data_ptr(), kind)
+        return rows, scales
+
     def dispatch(self, x: Any, ids: Any, weights: Any, scales: Any) -> Received:
         room = self._room(x, scales, None, None)
         with errors_of_core():
@@ -176,7 +182,10 @@ class GpuEnd:
         if rows is None:
             rows = self.empty(x, (*lead, *x.shape[1:]))
         if room_of_scales is None and scales is not None:
-            room_of_scales = self.empty(scales, (*lead, *scales.shape[1:]))
+            shape = (*lead, *scales.shape[1:])
+            if sizes.scales_column_major:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            room_of_scales = self.empty(scales, shape)
         return _Room(self._held, sizes, rows, room_of_scales)
 
 
@@ -187,6 +196,7 @@ class _Room:
         import torch
 
         self._rows, self._scales, self._layout = rows, scales, sizes.layout
+        self._by_column = sizes.scales_column_major
         by_token = sizes.layout == "tokens"
         self._counts = rows.new_empty(held, dtype=torch.int32)
         # In the layout `tokens` the number of rows that came.
@@ -198,17 +208,17 @@ class _Room:
             self._ids = rows.new_full(shape, -1, dtype=torch.int64)
             self._weights = rows.new_zeros(shape, dtype=torch.float32)
 
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
+    def addresses(self) -> tuple[int, int, int, int, int, int, bool]:
         tensors = (self._rows, self._scales, self._counts, self._starts, self._ids, self._weights)
         rows, scales, counts, starts, ids, weights = (
             0 if tensor is None else tensor.data_ptr() for tensor in tensors
         )
-        return rows, scales, counts, starts, ids, weights
+        return rows, scales, counts, starts, ids, weights, self._by_column
 
     def received(self, dispatch: Any, tokens: int, has_weights: bool) -> Received:
         return Received(
             self._rows,
-            self._scales,
+            by_column(self._scales) if self._by_column else self._scales,
             self._counts,
             self._starts if self._layout == "experts" else None,
             self._ids,

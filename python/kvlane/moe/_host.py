@@ -6,7 +6,16 @@ from contextlib import suppress
 from typing import Any
 
 from kvlane import _core
-from kvlane.moe._arrays import as_array, as_int64, empty_like, int32_like, memory_of, zeros_like
+from kvlane.moe._arrays import (
+    as_array,
+    as_int64,
+    by_column,
+    cast_like,
+    empty_like,
+    int32_like,
+    memory_of,
+    zeros_like,
+)
 from kvlane.moe._errors import NotJoined, errors_of_core
 from kvlane.moe._group import Group, Noted
 from kvlane.moe._received import Received, Sent, Sizes
@@ -40,6 +49,11 @@ class HostEnd:
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
         return empty_like(like, shape)
 
+    def cast(self, x: Any, kind: str) -> tuple[Any, Any]:
+        rows, scales = cast_like(x, *x.shape, kind)
+        _core.moe_cast(memory_of(x), memory_of(rows), memory_of(scales), kind)
+        return rows, scales
+
     def dispatch(self, x: Any, ids: Any, weights: Any, scales: Any) -> Received:
         return self.receive(self.send(x, ids, weights, scales))
 
@@ -53,7 +67,7 @@ class HostEnd:
         return Sent(x[:0], without, ids[:0], x.shape[0], weights is not None, dispatch)
 
     def receive(self, sent: Sent, rows: Any = None, scales: Any = None) -> Received:
-        dispatch, ids, weights = sent.dispatch, None, None
+        dispatch, ids, weights, columns = sent.dispatch, None, None, scales
         layout = self._sizes.layout
         with errors_of_core():
             try:
@@ -61,13 +75,18 @@ class HostEnd:
                 lead = (len(counts), self._sizes.capacity) if layout == "masked" else (count,)
                 if rows is None:
                     rows = self.empty(sent.x, (*lead, *sent.x.shape[1:]))
-                if scales is None and sent.scales is not None:
+                if sent.scales is not None:
                     scales = self.empty(sent.scales, (*lead, *sent.scales.shape[1:]))
                 self._rank.place(dispatch, memory_of(rows), _NONE if scales is None else memory_of(scales))
                 if layout == "tokens":
                     ids = self.empty(sent.ids, (count, self._sizes.top_k))
                     weights = zeros_like(sent.ids, "float32", count)
                     self._rank.wanted(dispatch, memory_of(ids), memory_of(weights))
+                if scales is not None and self._sizes.scales_column_major:
+                    if columns is None:
+                        columns = self.empty(scales, by_column(scales).shape)
+                    columns[:] = by_column(scales)
+                    scales = by_column(columns)
             except BaseException as error:
                 if isinstance(error, _core.MoeFailure) and error.args[0] == "capacity":
                     # It was received, and the others know.

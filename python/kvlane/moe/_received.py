@@ -22,6 +22,8 @@ class Sizes:
     capacity: int
     exact: bool
     timeout: float
+    cast: str | None
+    scales_column_major: bool
 
 
 class Stats(NamedTuple):
@@ -45,7 +47,8 @@ class Received:
     row and the next one's first are not initialised. `tokens`: [n, ...], each token once, in the order of rank and
     token. On a GPU n is the capacity, and what is behind the rows that came is not initialised: see `trimmed`."""
     scales: Any
-    """As the `scales` that were dispatched, beside `rows`; None without."""
+    """As the `scales` that were dispatched or that the cast made, beside `rows`; None without. With
+    `scales_column_major` a view whose last dimension but one is contiguous."""
     counts: Any
     """[experts of this rank], int32: how many pairs of a token and a k want each."""
     starts: Any

@@ -32,8 +32,6 @@ topk_idx_t = torch.int64
 
 _BLOCK = 128
 """Channels that share a scale."""
-_FP8_MAX = 448.0
-_AMAX_MIN = 1e-4
 _TIMEOUT_S = 600.0
 """A rank that compiles kernels is silent for minutes. One whose process ended is noticed at once."""
 _FEWEST_TOKENS = 64
@@ -285,33 +283,32 @@ class Buffer:
         hidden = x.shape[1]
         if use_fp8 and hidden % (4 * _BLOCK if use_ue8m0 else _BLOCK):
             raise ValueError(f"hidden is {hidden}, and has no whole blocks of {_BLOCK} channels to scale")
-        rows, scales = _to_fp8(x, round_scale or use_ue8m0, use_ue8m0) if use_fp8 else (x, None)
+        cast = ("fp8_ue8m0" if use_ue8m0 else "fp8_pow2" if round_scale else "fp8") if use_fp8 else None
         most, held = self.group_size * num_max_dispatch_tokens_per_rank, self._held(num_experts)
         with self._turn:
             self._finish()
             channel = self._channel(
-                "low latency", rows, scales, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, hidden
+                "low latency", x, None, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, hidden, cast
             )
             channel.make_room()
-            recv_x = rows.new_empty((held, most, hidden))
+            recv_x = x.new_empty((held, most, hidden), dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
             recv_count = torch.empty(held, dtype=torch.int32, device=x.device)
-            room = recv_scales = None
-            if scales is not None:
-                # Consumers want scales column by column.
-                room = scales.new_empty((held, most, scales.shape[1]))
-                recv_scales = scales.new_empty((held, scales.shape[1], most)).transpose(1, 2)
-            sent = channel.ranks._send(rows, topk_idx, None, scales)
+            columns = None
+            if use_fp8:
+                number = hidden // _BLOCK // (4 if use_ue8m0 else 1)
+                kind = torch.int32 if use_ue8m0 else torch.float32
+                columns = x.new_empty((held, number, most), dtype=kind)
+            sent = channel.ranks._send(x, topk_idx, None, None)
 
             def receive() -> Received:
-                received = channel.ranks._receive(sent, recv_x, room)
+                received = channel.ranks._receive(sent, recv_x, columns)
                 recv_count.copy_(received.counts)
-                if recv_scales is not None and room is not None:
-                    recv_scales.copy_(room)
                 return received
 
             handle = _Handle(channel, True, receive)
             hook = self._later(handle.receive, return_recv_hook)
-        found = recv_x if recv_scales is None else (recv_x, recv_scales)
+        # Consumers want scales column by column.
+        found = recv_x if columns is None else (recv_x, columns.transpose(1, 2))
         return found, recv_count, handle, EventOverlap(), hook
 
     def low_latency_combine(
@@ -457,6 +454,7 @@ class Buffer:
         experts: int,
         tokens: int,
         hidden: int,
+        cast: str | None = None,
     ) -> _Channel:
         """The all-to-all of these sizes. All ranks come here together."""
         row_bytes = hidden * rows.element_size()
@@ -470,6 +468,7 @@ class Buffer:
             top_k,
             experts,
             hidden,
+            cast,
             tokens if kind == "low latency" else None,
         )
         found = self._channels.get(key)
@@ -484,8 +483,10 @@ class Buffer:
             max_tokens=tokens,
             hidden=hidden,
             dtype="bfloat16",
-            row_bytes=row_bytes,
+            row_bytes=None if cast else row_bytes,
             scale_bytes=scale_bytes,
+            cast=cast,
+            scales_column_major=cast is not None,
             layout="masked" if kind == "low latency" else "tokens",
             device=_device_of(rows),
             timeout=_TIMEOUT_S,
@@ -499,7 +500,7 @@ class Buffer:
             experts,
             top_k,
             tokens,
-            row_bytes + scale_bytes,
+            hidden if cast else row_bytes + scale_bytes,
             ranks.nbytes >> 20,
         )
         if found is not None:
@@ -543,22 +544,3 @@ class Buffer:
 
 def _device_of(rows: torch.Tensor) -> str:
     return str(rows.device)
-
-
-def _to_fp8(x: torch.Tensor, is_rounded: bool, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as float8_e4m3fn and a scale for each 128 channels, by DeepEP's rule."""
-    blocks = x.float().unflatten(1, (-1, _BLOCK))
-    amax = blocks.abs().amax(2).clamp(min=_AMAX_MIN)
-    scales, factors = amax * (1 / _FP8_MAX), _FP8_MAX / amax
-    exponents = None
-    if is_rounded:
-        # 2 to the power of ceil(log2(scale)).
-        mantissas, exponents = torch.frexp(scales)
-        exponents = exponents - (mantissas == 0.5).int()
-        scales = torch.ldexp(torch.ones_like(scales), exponents)
-        factors = torch.ldexp(torch.ones_like(scales), -exponents)
-    rows = (blocks * factors.unsqueeze(2)).clamp(-_FP8_MAX, _FP8_MAX).flatten(1).to(torch.float8_e4m3fn)
-    if is_packed and exponents is not None:
-        # The exponents as in a float32, four in an int32, the first one in its lowest byte.
-        return rows, (exponents + 127).to(torch.uint8).contiguous().view(torch.int32)
-    return rows, scales.contiguous()

@@ -5,6 +5,7 @@ use kvlane_gpu::{Kernel, Module, compiled};
 use super::limits::{PLAN_THREADS, THREADS};
 
 static MODULE: Module = compiled!("moe", "../../kernels/moe");
+pub(super) static CAST: Kernel = Kernel { module: &MODULE, entry: c"kvlane_moe_cast", threads: THREADS };
 pub(super) static PLAN: Kernel = Kernel { module: &MODULE, entry: c"kvlane_moe_plan", threads: PLAN_THREADS };
 pub(super) static DISPATCH: Kernel =
     Kernel { module: &MODULE, entry: c"kvlane_moe_dispatch", threads: THREADS };
@@ -29,8 +30,9 @@ mod tests {
         ($($name:literal),*) => { [$(($name, include_str!(concat!("../../kernels/", $name)))),*] };
     }
 
-    const SOURCES: [(&str, &str); 8] = sources![
+    const SOURCES: [(&str, &str); 9] = sources![
         "moe.cu",
+        "cast.cuh",
         "combine.cuh",
         "dispatch.cuh",
         "group.cuh",
@@ -53,10 +55,10 @@ mod tests {
 
     #[test]
     fn the_kernels_have_the_names_and_the_sizes_that_we_give_them() {
-        for kernel in [&PLAN, &DISPATCH].into_iter().chain(&EXACT).chain(&REDUCED) {
+        for kernel in [&CAST, &PLAN, &DISPATCH].into_iter().chain(&EXACT).chain(&REDUCED) {
             assert!(MODULE.ptx.contains(&format!(".entry {}(", kernel.entry.to_str().unwrap())));
         }
-        let parameters = SOURCES[5].1;
+        let parameters = SOURCES[6].1;
         for (name, value) in [
             ("kThreads", THREADS as usize),
             ("kPlanThreads", PLAN_THREADS as usize),

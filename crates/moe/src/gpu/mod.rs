@@ -21,4 +21,4 @@ mod scratch;
 mod watch;
 
 pub use limits::{GPU_EXPERTS_MAX, GPU_RANKS_MAX, GPU_TOKENS_MAX};
-pub use rank::{Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
+pub use rank::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};

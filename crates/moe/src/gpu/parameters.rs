@@ -8,6 +8,12 @@ use super::limits::GPU_RANKS_MAX;
 pub(super) const SEND: u32 = 1;
 /// The launch receives rows.
 pub(super) const RECEIVE: u32 = 2;
+/// Scales of a cast are powers of two.
+pub(super) const POWERS_OF_TWO: u32 = 1;
+/// A scale is a byte, the exponent.
+pub(super) const PACKED: u32 = 2;
+/// Scales that came stand column by column.
+pub(super) const BY_COLUMN: u32 = 4;
 
 /// Sizes, offsets and device addresses. Fields are as in kernels/parameters.cuh, which says what they are.
 #[repr(C)]
@@ -40,7 +46,7 @@ pub(super) struct Parameters {
     pub(super) ranks_inverse: u32,
     pub(super) others_inverse: u32,
     pub(super) words_inverse: u32,
-    pub(super) unused: u32,
+    pub(super) scaling: u32,
     pub(super) bulk_begin: u32,
     pub(super) bulk_rows: u32,
     pub(super) timeout_ns: u64,

@@ -10,16 +10,18 @@ use kvlane_gpu::{
     StreamHandle,
 };
 
-use super::kernels::{DISPATCH, EXACT, PLAN, REDUCED};
+use super::kernels::{CAST, DISPATCH, EXACT, PLAN, REDUCED};
 use super::limits::{GPU_EXPERTS_MAX, GPU_RANKS_MAX, GPU_TOKENS_MAX};
-use super::parameters::{Call, Offsets, Own, Parameters, RECEIVE, SEND, Scratch};
+use super::parameters::{
+    BY_COLUMN, Call, Offsets, Own, PACKED, POWERS_OF_TWO, Parameters, RECEIVE, SEND, Scratch,
+};
 use super::reach::{Reached, reach_all, sharing, tell};
 use super::schedule::{self, Schedule};
 use super::scratch::sections;
 use super::watch::Watch;
 use crate::join::{Kind, Part, meet_all};
 use crate::layout::{COUNTS, Layout};
-use crate::{AllGather, MoeError, Number, RowLayout, Shape, Stats, Sum};
+use crate::{AllGather, MoeError, Number, RowLayout, SCALED, Scales, Shape, Stats, Sum};
 
 /// Dispatches that may wait to be combined.
 const OPEN: usize = 2;
@@ -85,6 +87,23 @@ pub struct Output {
     pub ids: u64,
     /// In the layout of tokens, room for their weights (f32).
     pub weights: u64,
+    /// Whether scales of 4 bytes stand column by column: [columns][capacity], if rows are masked for each expert.
+    pub scales_by_column: bool,
+}
+
+/// Device addresses of a cast to fp8: [`crate::cast_to_fp8`] for rows on a GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct Cast {
+    /// How many rows it casts.
+    pub tokens: usize,
+    /// Rows of bfloat16 with one element for each byte of a row that is dispatched, 16-byte aligned.
+    pub from: u64,
+    /// Room for rows, 16-byte aligned.
+    pub rows: u64,
+    /// Room for scales.
+    pub scales: u64,
+    /// How these are written.
+    pub kind: Scales,
 }
 
 /// A combine: device addresses, and how it sums.
@@ -127,6 +146,8 @@ pub struct GpuRank {
     dispatch: Schedule,
     exact: (&'static Kernel, Schedule),
     reduced: (&'static Kernel, Schedule),
+    /// Most blocks of a cast.
+    cast_blocks: u32,
     id: Arc<()>,
     dispatched: u64,
     placed: u64,
@@ -231,6 +252,7 @@ impl GpuRank {
         let rest = most_planned.max().unwrap_or(0).max(schedule::bulk_bytes(shape));
         let shared = rest + schedule::arrival_bytes(shape);
         let dispatch = schedule::dispatch(shape, load(&DISPATCH, shared)?);
+        let cast_blocks = load(&CAST, 0)?;
         load(&PLAN, schedule::plan_grid(shape, shape.max_tokens).1)?;
         let number = match shape.number {
             Number::Bf16 => 0,
@@ -289,6 +311,7 @@ impl GpuRank {
             dispatch,
             exact,
             reduced,
+            cast_blocks,
             id: Arc::new(()),
             dispatched: 0,
             placed: 0,
@@ -337,6 +360,41 @@ impl GpuRank {
             unsafe { self.read.as_ptr().cast::<u64>().add(index).read_volatile() }
         };
         Ok(Stats { dispatches: word(3), combines: word(0), rows_sent: word(1), rows_received: word(2) })
+    }
+
+    /// Launches a cast of rows, for a dispatch in the same stream.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if a row that is dispatched has no whole blocks to scale, or memory is not aligned.
+    /// [`MoeError::Gpu`], or why this rank failed before.
+    ///
+    /// # Safety
+    /// As [`GpuRank::dispatch`].
+    pub unsafe fn cast(&self, stream: StreamHandle, cast: &Cast) -> Result<(), MoeError> {
+        self.check()?;
+        let Cast { tokens, from, rows, scales, kind } = *cast;
+        if !self.shape.row_bytes.is_multiple_of(SCALED) {
+            return Err(MoeError::BadInput(format!(
+                "rows have no whole blocks of {SCALED} elements to scale"
+            )));
+        }
+        if !(from | rows).is_multiple_of(UNIT) || !scales.is_multiple_of(kind.bytes() as u64) {
+            let why = "rows have to begin at multiples of 16 bytes, and scales at multiples of their size";
+            return Err(MoeError::BadInput(why.into()));
+        }
+        let scaling = match kind {
+            Scales::Float => 0,
+            Scales::PowerOfTwo => POWERS_OF_TWO,
+            Scales::Exponent => POWERS_OF_TWO | PACKED,
+        };
+        let call = Call { x: from, out_rows: rows, out_scales: scales, ..Call::default() };
+        let parameters = Parameters { tokens: tokens as u32, scaling, call, ..self.parameters };
+        let blocks = schedule::cast(&self.shape, tokens).min(self.cast_blocks);
+        if blocks == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream, &CAST, Grid { blocks, shared_bytes: 0 }, &parameters) }
     }
 
     /// Dispatches tokens: launches the parts that `phases` says. With [`Phases::Send`], [`GpuRank::receive`] launches the rest.
@@ -535,6 +593,11 @@ impl GpuRank {
         let scales = parameters.call.scales | parameters.call.out_scales | u64::from(parameters.scale_bytes);
         parameters.scale_piece =
             [16, 4, 1].into_iter().find(|size| scales.is_multiple_of(u64::from(*size))).unwrap_or(1);
+        if parameters.scaling & BY_COLUMN != 0 && parameters.scale_piece == 1 {
+            return Err(MoeError::BadInput(
+                "scales by column have 4 bytes each, and begin at multiples of 4".into(),
+            ));
+        }
         if parameters.plan_bytes > 0 || parameters.scale_piece != 16 {
             parameters.bulk_rows = 0;
         }
@@ -643,7 +706,8 @@ fn offsets(layout: &Layout) -> Offsets {
 }
 
 fn write_output(parameters: &mut Parameters, output: &Output) {
-    let Output { rows, scales, counts, starts, ids, weights } = *output;
+    let Output { rows, scales, counts, starts, ids, weights, scales_by_column } = *output;
+    parameters.scaling = if scales_by_column { BY_COLUMN } else { 0 };
     parameters.call = Call {
         out_rows: rows,
         out_scales: scales,

@@ -3,7 +3,7 @@
 use super::limits::THREADS;
 use super::parameters::Parameters;
 use crate::layout::Layout;
-use crate::{RowLayout, Shape};
+use crate::{RowLayout, SCALED, Shape};
 
 /// Most tokens that each block of dispatch plans for itself.
 const PLANNED_BY_EACH: usize = 128;
@@ -97,6 +97,11 @@ pub(super) fn bulk_bytes(shape: &Shape) -> u32 {
 pub(super) fn plan_grid(shape: &Shape, tokens: usize) -> (u32, u32) {
     let blocks = shape.experts.div_ceil(EXPERTS_OF_PLAN_BLOCK) + shape.ranks;
     (blocks as u32, 4 * (2 * EXPERTS_OF_PLAN_BLOCK * tokens.div_ceil(32) + 1 + LISTED) as u32)
+}
+
+/// Blocks of a cast: half a warp makes a scale.
+pub(super) fn cast(shape: &Shape, tokens: usize) -> u32 {
+    (tokens * shape.row_bytes.div_ceil(SCALED)).div_ceil(THREADS as usize / 16) as u32
 }
 
 /// A dispatch of so many tokens at most, whatever this rank has: all ranks' blocks are busy alike. `resident` blocks run at a time;

@@ -128,7 +128,8 @@ fn without_room_for_their_number_no_tokens_are_dispatched() {
     }
     let mut one = host.join(&Shape { layout: RowLayout::Tokens, ..small(1) }, false, PATIENCE).remove(0);
     let input = Input { tokens: 0, rows: 16, scales: 16, ids: 16, id_bytes: 8, weights: None };
-    let output = Output { rows: 16, scales: 16, counts: 16, starts: 0, ids: 16, weights: 16 };
+    let output =
+        Output { rows: 16, scales: 16, counts: 16, starts: 0, ids: 16, weights: 16, scales_by_column: false };
     // SAFETY: it is refused before anything is launched.
     let refused = unsafe { one.rank.dispatch(one.stream.raw(), &input, Some(&output), Phases::Both) };
     assert!(matches!(refused.unwrap_err(), MoeError::BadInput(_)));

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{DeviceMemory, Driver, Gpu, Priority, Stream};
-use kvlane_moe::gpu::{Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
-use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, Shape, Stats, Sum, join};
+use kvlane_moe::gpu::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
+use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, SCALED, Scales, Shape, Stats, Sum, join};
 
 const POISON: u8 = 0xa5;
 
@@ -114,6 +114,7 @@ impl Host {
                 stream,
                 gpu,
                 capacity: options.capacity,
+                is_by_column: false,
                 kept: Vec::new(),
             })
         })
@@ -186,6 +187,17 @@ fn words(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect()
 }
 
+/// Scales of 4 bytes that stand in columns of `room` numbers each, and after the last column those of the next `room` rows.
+fn by_row(scales: &[u8], columns: usize, room: usize) -> Vec<u8> {
+    let scales = scales.as_chunks::<4>().0;
+    let rows = scales.len() / columns;
+    let of_row = |row: usize| {
+        let first = row / room * room * columns + row % room;
+        (0..columns).flat_map(move |column| scales[first + column * room])
+    };
+    (0..rows).flat_map(of_row).collect()
+}
+
 /// A rank on a fake GPU.
 pub(crate) struct OnGpu {
     pub(crate) rank: GpuRank,
@@ -193,6 +205,8 @@ pub(crate) struct OnGpu {
     pub(crate) stream: Stream,
     pub(crate) gpu: Gpu,
     capacity: usize,
+    /// Whether it asks for scales column by column.
+    pub(crate) is_by_column: bool,
     /// Memory that was used. To free it waits for all work of the GPU, so for ranks that wait for this one.
     kept: Vec<Buffer>,
 }
@@ -245,7 +259,8 @@ impl OnGpu {
         let tokens = given.ids.len() / shape.top_k;
         let input = Input { tokens, rows, scales, ids, id_bytes: 8, weights: Some(weights) };
         let [rows, scales, counts, starts, ids, weights] = written.each_ref().map(Buffer::address);
-        let output = Output { rows, scales, counts, starts, ids, weights };
+        let output =
+            Output { rows, scales, counts, starts, ids, weights, scales_by_column: self.is_by_column };
         let room = (phases == Phases::Both).then_some(&output);
         self.kept.extend(read);
         let first = self.kept.len();
@@ -273,6 +288,13 @@ impl OnGpu {
         let shape = *self.rank.shape();
         let [mut rows, mut scales, counts, starts, mut ids, mut weights] =
             std::array::from_fn(|index| self.kept[sending.written + index].read());
+        if self.is_by_column {
+            let room = match shape.layout {
+                RowLayout::Masked { capacity } => capacity,
+                _ => self.capacity,
+            };
+            scales = by_row(&scales, shape.scale_bytes / 4, room);
+        }
         let (counts, mut starts) = (words(&counts), words(&starts));
         let end = match shape.layout {
             RowLayout::Experts => {
@@ -329,6 +351,19 @@ impl OnGpu {
             self.send_back(&mut sending, &rows, sum, Phases::Both)
         };
         rows.with(tokens)
+    }
+
+    /// Rows of fp8 and their scales.
+    pub(crate) fn cast(&self, rows: &[u8], kind: Scales) -> (Vec<u8>, Vec<u8>) {
+        let tokens = rows.len() / (2 * self.rank.shape().row_bytes);
+        let from = Buffer::new(&self.gpu, rows);
+        let to = Buffer::poisoned(&self.gpu, rows.len() / 2);
+        let scales = Buffer::poisoned(&self.gpu, rows.len() / 2 / SCALED * kind.bytes());
+        let cast = Cast { tokens, from: from.address(), rows: to.address(), scales: scales.address(), kind };
+        // SAFETY: all memory lives until the stream is synchronised.
+        unsafe { self.rank.cast(self.stream.raw(), &cast).unwrap() };
+        self.stream.synchronize().unwrap();
+        (to.read(), scales.read())
     }
 
     pub(crate) fn stats(&mut self) -> Stats {

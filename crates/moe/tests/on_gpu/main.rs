@@ -8,7 +8,7 @@ mod host;
 use std::time::Duration;
 
 use kvlane_moe::gpu::Phases;
-use kvlane_moe::{Number, RowLayout, Shape, Sum};
+use kvlane_moe::{Number, RowLayout, Scales, Shape, Sum, cast_to_fp8};
 use proptest::prelude::*;
 
 use crate::host::{Given, Host, expected, random_given};
@@ -39,7 +39,8 @@ proptest! {
 
     /// All sizes, with tokens that want no expert, or one twice; parts in one launch, or one after the other.
     #[test]
-    fn gpus_place_and_sum_as_the_host_does(shape in shapes(), seed: u64, is_split: bool, is_wide: bool, kinds: [bool; 3]) {
+    fn gpus_place_and_sum_as_the_host_does(shape in shapes(), seed: u64, by: [bool; 3], kinds: [bool; 3]) {
+        let [is_split, is_wide, is_by_column] = by;
         let host = Host::new(2);
         if !host.has_kernels() {
             return Ok(());
@@ -58,6 +59,7 @@ proptest! {
             let threads: Vec<_> = ranks
                 .into_iter()
                 .map(|mut rank| {
+                    rank.is_by_column = is_by_column && shape.scale_bytes > 0 && shape.scale_bytes.is_multiple_of(4);
                     let rounds = &rounds;
                     scope.spawn(move || {
                         let number = rank.number;
@@ -138,6 +140,48 @@ fn two_dispatches_are_open_at_a_time_and_are_combined_in_any_order() {
             });
         }
     });
+}
+
+#[test]
+fn a_cast_gives_the_bytes_of_the_host_also_for_what_is_no_number() {
+    let host = Host::new(1);
+    if !host.has_kernels() {
+        return;
+    }
+    let shape = Shape { row_bytes: 384, scale_bytes: 12, max_tokens: 700, ..host::small(1) };
+    for is_wide in [false, true] {
+        let rank = host.join(&shape, is_wide, PATIENCE).pop().unwrap();
+        for (tokens, seed) in [(0, 1), (1, 2), (37, 3), (600, 4)] {
+            // All exponents, and what is infinite or no number among them. Every second row has few.
+            let mut rows: Vec<u8> =
+                random_given(&Shape { row_bytes: 2 * tokens.max(8) * 384, ..host::small(40) }, seed)
+                    .into_iter()
+                    .find(|given| !given.rows.is_empty())
+                    .unwrap()
+                    .rows;
+            rows.truncate(2 * tokens * 384);
+            for (index, row) in rows.chunks_mut(768).enumerate() {
+                for high in row.iter_mut().skip(1).step_by(2).filter(|_| index % 2 == 1) {
+                    *high = (0x38 + *high % 16) | *high & 0x80;
+                }
+            }
+            for kind in [Scales::Float, Scales::PowerOfTwo, Scales::Exponent] {
+                let (mut to, mut scales) = (vec![0; tokens * 384], vec![0; tokens * 3 * kind.bytes()]);
+                cast_to_fp8(&rows, kind, &mut to, &mut scales).unwrap();
+                let got = rank.cast(&rows, kind);
+                assert!(got.0 == to, "{kind:?}, {tokens} rows");
+                // The sign and the payload of what is no number may differ.
+                let numbers = |bytes: &[u8]| -> Vec<Option<u32>> {
+                    let floats = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+                    floats.map(|float| (!float.is_nan()).then_some(float.to_bits())).collect()
+                };
+                match kind {
+                    Scales::Exponent => assert_eq!(got.1, scales),
+                    _ => assert_eq!(numbers(&got.1), numbers(&scales)),
+                }
+            }
+        }
+    }
 }
 
 #[test]
