@@ -14,7 +14,7 @@ import fake_gpu_tensors
 import torch
 import torch.distributed as dist
 
-from kvlane.moe import AllToAll, Group, MoeError, RankLost, Received
+from kvlane.moe import AllToAll, CapacityExceeded, Group, MoeError, RankLost, Received
 
 EXPERTS, TOP_K, HIDDEN, MOST = 10, 3, 64, 24
 
@@ -176,6 +176,7 @@ def refused(rank: int, size: int) -> None:
             raise AssertionError(why)
         except ValueError as error:
             assert why in str(error), error
+    without_room(ranks, x, weights)
     if rank == 0:
         ranks.dispatch(x, torch.full_like(ids, EXPERTS), weights)
         try:
@@ -184,6 +185,24 @@ def refused(rank: int, size: int) -> None:
         except MoeError as error:
             assert f"wants expert {EXPERTS} as its number 0" in str(error), error
     print("right")
+
+
+def without_room(ranks: AllToAll, x: torch.Tensor, weights: torch.Tensor) -> None:
+    """All tokens want the first three experts, which are rank 0's, and then none does but one."""
+    ids = torch.arange(TOP_K).expand(len(x), TOP_K).contiguous()
+    for fits in (False, True):
+        if fits:
+            ids = torch.full_like(ids, -1)
+            ids[0, 0] = 9
+        got = ranks.dispatch(x, ids, weights)
+        out = ranks.combine(made_of(got.rows), got)
+        assert torch.isnan(out).all() != fits, out
+        try:
+            ranks.check()
+            assert fits
+        except CapacityExceeded as error:
+            assert not fits and error.needed > 5 and f"a capacity of at least {error.needed}" in str(error)
+        ranks.check()
 
 
 if __name__ == "__main__":

@@ -224,22 +224,43 @@ DEVICE void send_back(const Parameters& p, u64 number, const Counts& counts, u32
     }
 }
 
-// Waits until all rows of a token are there. Each thread waits for some.
+// Whether this rank had room for the dispatch. Threads ask while others wait: nothing waits longer for it.
+DEVICE bool has_own_rows(const Parameters& p) { return load_once(p.number + 1) == 0; }
+
+// Waits until all rows of a token are there. Each thread waits for some. False: one of its does not come.
 template <bool is_exact>
-DEVICE void wait_for_sums(const Parameters& p, const Group& group, u64 number, u32 token) {
+DEVICE bool wait_for_sums(const Parameters& p, const Group& group, u64 number, u32 token) {
+    bool are_there = true;
     for (u32 i = group.lane; i < (is_exact ? p.top_k : p.ranks); i += group.size) {
         if (is_exact) {
             const i32 expert = p.expert[token * p.top_k + i];
             const u32 rank = divided(static_cast<u32>(expert), p.experts_a_rank_inverse);
-            if (expert < 0 || rank == p.rank) continue;
+            if (expert < 0) continue;
+            if (rank == p.rank) {
+                are_there = are_there && has_own_rows(p);
+                continue;
+            }
             const u64 offset = p.pair_words + pair_index(p, number, token, i) * sizeof(u64);
-            wait_for_row(p, word_at(p, p.rank, offset), rank, kSums, number);
+            are_there = wait_for_sum(p, word_at(p, p.rank, offset), rank, number) && are_there;
         } else {
             const u32 slot = p.slot[token * p.ranks + i];
-            if (slot == kNowhere || i == p.rank) continue;
+            if (slot == kNowhere) continue;
+            if (i == p.rank) {
+                are_there = are_there && has_own_rows(p);
+                continue;
+            }
             const u64 offset = p.sum_words + slot_index(p, number, i, slot) * sizeof(u64);
-            wait_for_row(p, word_at(p, p.rank, offset), i, kSums, number);
+            are_there = wait_for_sum(p, word_at(p, p.rank, offset), i, number) && are_there;
         }
+    }
+    return are_there;
+}
+
+// Instead of a sum that does not come: NaN, whatever the type.
+DEVICE void write_no_sum(const Parameters& p, const Group& group, char* out) {
+    constexpr u32 kNan = 0x7fff7fff;
+    for (u32 unit = group.lane; unit < p.sum_bytes / kUnit; unit += group.size) {
+        store_unit(out + static_cast<u64>(unit) * kUnit, uint4{kNan, kNan, kNan, kNan});
     }
 }
 
@@ -285,8 +306,11 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
             uint4 own_sum[kUnits];
             if (!is_exact && own != kNowhere) sum_here<kind, Step>(p, group, own_received, first, units, own_sum);
             if (first == group.lane) {
-                wait_for_sums<is_exact>(p, group, number, token);
-                group.sync();
+                const bool are_there = wait_for_sums<is_exact>(p, group, number, token);
+                if (group.any(!are_there)) {
+                    write_no_sum(p, group, out);
+                    break;
+                }
             }
             float sums[kUnits][8];
             clear<kind, kUnits>(sums);

@@ -166,6 +166,7 @@ struct Arrivals {
     u32* counts;  // [ranks][experts a rank + 1]: rows of each source, and its slots
     u32* bases;   // [ranks][experts a rank]: position of a source's first row
     u32* firsts;  // [ranks]: slots of all sources before
+    u32* needed;  // rows for which there would have to be room, 0 if there is
     DEVICE u32 slots(const Parameters& p, u32 source) const { return counts[source * (p.experts_a_rank + 1) + p.experts_a_rank]; }
 };
 
@@ -201,20 +202,6 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             if (count > most) most = count;
         }
         const u32 before = sum_below(sum);
-        u32 start = before;
-        ROLLED for (u32 expert = begin; expert < end; ++expert) {
-            if (p.arrangement == kMasked) start = expert * p.capacity;
-            u32 at = start;
-            ROLLED for (u32 source = 0; source < p.ranks; ++source) {
-                arrivals.bases[source * p.experts_a_rank + expert] = at;
-                at += arrivals.counts[source * words + expert];
-            }
-            if (is_first) {
-                p.out_counts[expert] = static_cast<i32>(at - start);
-                if (p.arrangement != kTokens && p.out_starts != nullptr) p.out_starts[expert] = static_cast<i32>(start);
-            }
-            start += round_up(at - start, p.alignment);
-        }
         u32 slots = 0;
         ROLLED for (u32 source = 0; source < p.ranks; ++source) {
             if (thread() == 0) arrivals.firsts[source] = slots;
@@ -224,20 +211,38 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
         const u32 needed = p.arrangement == kExperts   ? of_last_lane(before + sum)
                            : p.arrangement == kMasked ? greatest_of_warp(most)
                                                       : slots;
+        const bool has_room = needed <= p.capacity;
         if (thread() == 0) {
-            if (is_first && p.arrangement == kTokens) p.out_starts[0] = static_cast<i32>(slots);
-            if (needed > p.capacity) {
-                fail(p, kCapacity, p.rank, kCounts, needed);
-                is_bad = true;
+            *arrivals.needed = has_room ? 0 : needed;
+            if (is_first) {
+                p.number[1] = has_room ? 0 : needed;
+                if (p.arrangement == kTokens) p.out_starts[0] = has_room ? static_cast<i32>(slots) : 0;
+                if (!has_room) note_refusal(p, p.rank, needed);
             }
         }
-    }
-    if (is_first) {
-        ROLLED for (u32 source = thread(); source < p.ranks; source += threads()) {
-            p.received[source] = arrivals.counts[source * words + p.experts_a_rank];
+        u32 start = before;
+        ROLLED for (u32 expert = begin; expert < end; ++expert) {
+            if (p.arrangement == kMasked) start = expert * p.capacity;
+            u32 at = start;
+            ROLLED for (u32 source = 0; source < p.ranks; ++source) {
+                arrivals.bases[source * p.experts_a_rank + expert] = at;
+                at += arrivals.counts[source * words + expert];
+            }
+            if (is_first) {
+                p.out_counts[expert] = has_room ? static_cast<i32>(at - start) : 0;
+                if (p.arrangement != kTokens && p.out_starts != nullptr) p.out_starts[expert] = has_room ? static_cast<i32>(start) : 0;
+            }
+            start += round_up(at - start, p.alignment);
         }
     }
-    return !any_of_block(is_bad);
+    is_bad = any_of_block(is_bad);
+    if (is_first) {
+        ROLLED for (u32 source = thread(); source < p.ranks; source += threads()) {
+            // No row goes back from a dispatch that is refused.
+            p.received[source] = *arrivals.needed == 0 ? arrivals.slots(p, source) : 0;
+        }
+    }
+    return !is_bad;
 }
 
 // The position of a row of which a source says this, kNowhere if it is not for an expert here.
@@ -477,18 +482,45 @@ DEVICE void receive_rows_by_threads(
     count_rows(p, group, kRowsReceived, rows);
 }
 
+// Tells each rank whose token came that no sum comes, however it would wait for it. Its own tokens' sums find that out themselves.
+COLD void refuse_rows(
+    const Parameters& p, const Plan& plan, const Arrivals& arrivals, u64 number, u32 tasks, u32 of_role, u32 in_role) {
+    const u64 word = refusal(number, *arrivals.needed);
+    for (u32 task = of_role * threads() + thread(); task < tasks; task += in_role * threads()) {
+        const Coming coming(p, task);
+        if (coming.is_own || coming.slot >= arrivals.slots(p, coming.source)) continue;
+        const u64 index = slot_index(p, number, coming.source, coming.slot);
+        const u64* of_row = word_at(p, p.rank, p.row_words + index * sizeof(u64));
+        if (!wait_for_row(p, of_row, coming.source, kRows, number)) continue;
+        const Readable from(p, plan, coming, index);
+        const u32 token = token_of_row(p, coming, from);
+        for (u32 k = 0; p.pair_words > 0 && k < p.top_k; ++k) {
+            if (load_once(from.rest + 2 * k) == kNowhere) continue;
+            const u64 pair = pair_index(p, number, token, k);
+            store_release(word_at(p, coming.source, p.pair_words + pair * sizeof(u64)), word);
+        }
+        const u64 sum = slot_index(p, number, p.rank, coming.slot);
+        store_release(word_at(p, coming.source, p.sum_words + sum * sizeof(u64)), word);
+    }
+}
+
 DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
     Arrivals arrivals;
     arrivals.counts = reinterpret_cast<u32*>(memory + p.plan_bytes);
     arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
     arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
-    OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.firsts + p.ranks);
+    arrivals.needed = arrivals.firsts + p.ranks;
+    OfGroup* of_groups = reinterpret_cast<OfGroup*>(arrivals.needed + 1);
     if (!receive_counts(p, arrivals, number, of_role == 0)) return;
     u32 most = 0;
     ROLLED for (u32 source = 0; source < p.ranks; ++source) {
         if (arrivals.slots(p, source) > most) most = arrivals.slots(p, source);
     }
     const u32 tasks = most * p.ranks;
+    if (*arrivals.needed > 0) {
+        refuse_rows(p, plan, arrivals, number, tasks, of_role, in_role);
+        return;
+    }
 #ifdef HAS_BULK_COPIES
     if (p.bulk_rows > 0) {
         receive_rows_in_bulk(p, plan, arrivals, of_groups, memory + p.bulk_begin, number, tasks, of_role, in_role);

@@ -23,6 +23,7 @@ struct Group {
         barrier = index + (receives ? kGroups : 0);
     }
     DEVICE void sync() const { group_sync(barrier, size); }
+    DEVICE bool any(bool is_so) const { return any_of_group(barrier, size, is_so); }
 };
 
 // Pieces of 16, 4 or 1 bytes.

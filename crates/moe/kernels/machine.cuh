@@ -36,6 +36,17 @@ DEVICE void warp_sync() { __syncwarp(); }
 // Barrier 0 is the block's.
 DEVICE void group_sync(u32 group, u32 size) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(size) : "memory"); }
 
+// The same, and whether that is so for any of its threads.
+DEVICE bool any_of_group(u32 group, u32 size, bool is_so) {
+    u32 any;
+    asm volatile(
+        "{ .reg .pred one, all; setp.ne.u32 one, %1, 0; bar.red.or.pred all, %2, %3, one; selp.u32 %0, 1, 0, all; }"
+        : "=r"(any)
+        : "r"(static_cast<u32>(is_so)), "r"(group + 1), "r"(size)
+        : "memory");
+    return any != 0;
+}
+
 // Whether that is so for any thread of the block, which all reach this.
 DEVICE bool any_of_block(bool is_so) { return __syncthreads_or(is_so); }
 
@@ -270,6 +281,7 @@ DEVICE u32 blocks() { return all_blocks; }
 DEVICE void block_sync() {}
 DEVICE void warp_sync() {}
 DEVICE void group_sync(u32, u32) {}
+DEVICE bool any_of_group(u32, u32, bool is_so) { return is_so; }
 
 DEVICE bool any_of_block(bool is_so) { return is_so; }
 

@@ -24,7 +24,7 @@ enum Arrangement : u32 { kExperts, kMasked, kTokens };
 enum Scaling : u32 { kPowersOfTwo = 1, kPacked = 2, kByColumn = 4 };
 enum NumberKind : u32 { kBf16, kF16, kF32 };
 // As crates/moe/src/gpu/failure.rs.
-enum Failure : u32 { kNone, kGone, kTimedOut, kOutOfStep, kNonsense, kBadExpert, kCapacity };
+enum Failure : u32 { kNone, kGone, kTimedOut, kOutOfStep, kNonsense, kBadExpert };
 enum Stat : u32 { kCombines, kRowsSent, kRowsReceived };
 enum Waited : u32 { kCounts, kRows, kSums };
 
@@ -54,7 +54,8 @@ struct Parameters {
     i32 *out_counts, *out_starts;
     i64* out_ids;
     float* out_weights;
-    // Of this dispatch: plan, and what was received.
+    // Of this dispatch: its number, and the rows for which there would have to be room if it was refused; plan, and what was
+    // received.
     u64* number;
     u32 *list, *slot, *place, *sent, *expert_counts;
     i32* expert;
@@ -79,8 +80,10 @@ struct Control {
     u64 failure;
     u32 rank, waited;
     u64 value;
+    // The last refusal: rows needed << 32 | rank << 1 | 1.
+    u64 refused;
 };
-static_assert(sizeof(Control) == 32, "shared with Rust");
+static_assert(sizeof(Control) == 40, "shared with Rust");
 
 DEVICE u32 round_up(u32 value, u32 multiple) { return (value + multiple - 1) / multiple * multiple; }
 DEVICE u32 least(u32 a, u32 b) { return a < b ? a : b; }

@@ -54,6 +54,30 @@ DEVICE bool wait(const Parameters& p, const u64* word, u32 from, Waited waited, 
     }
 }
 
+// Notes that a rank had no room for a dispatch. Later ones work.
+COLD void note_refusal(const Parameters& p, u32 rank, u32 needed) {
+    store_relaxed(&p.control->refused, static_cast<u64>(needed) << 32 | rank << 1 | 1);
+}
+
+// Instead of the number of its dispatch, the word of a sum whose rank had no room: crates/moe/src/refusal.rs.
+constexpr u64 kRefused = 1ull << 63;
+DEVICE u64 refusal(u64 number, u32 needed) { return kRefused | static_cast<u64>(needed) << 32 | static_cast<u32>(number); }
+
+// Waits for the word of a sum. False: none comes, for good or because its rank had no room.
+DEVICE bool wait_for_sum(const Parameters& p, const u64* word, u32 from, u64 number) {
+    u64 value;
+    const auto compare = [number](u64 seen) {
+        const i32 of_refusal = static_cast<i32>(static_cast<u32>(seen) - static_cast<u32>(number));
+        return seen & kRefused ? static_cast<i64>(of_refusal) : static_cast<i64>(seen - number);
+    };
+    if (!wait(p, word, from, kSums, &value, compare)) return false;
+    if (value & kRefused) {
+        note_refusal(p, from, static_cast<u32>(value >> 32) & 0x7fffffff);
+        return false;
+    }
+    return load_acquire(word) != 0;
+}
+
 // Waits for the word of a row. What was written before it may be read then.
 DEVICE bool wait_for_row(const Parameters& p, const u64* word, u32 from, Waited waited, u64 number) {
     u64 value;

@@ -26,8 +26,8 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Why an operation failed. After all but [`MoeError::BadInput`] and [`MoeError::OverCapacity`] every later operation of this
-/// rank fails alike.
+/// Why an operation failed. After all but [`MoeError::BadInput`], [`MoeError::OverCapacity`] and [`MoeError::TooManyRows`] every
+/// later operation of this rank fails alike.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MoeError {
     /// An argument is wrong. Nothing was sent.
@@ -129,11 +129,13 @@ pub enum MoeError {
         /// Number of experts.
         experts: usize,
     },
-    /// More rows came than the output has room for.
+    /// On a GPU, more rows came than the output has room for. Later operations work.
     #[error(
-        "{needed} rows came, and there is room for {capacity}: make the all-to-all with a capacity of {needed}"
+        "rank {rank} got {needed} rows, and has room for {capacity}: make the all-to-all with a capacity of at least {needed}"
     )]
     TooManyRows {
+        /// The rank that got them.
+        rank: usize,
         /// Rows for which there has to be room.
         needed: usize,
         /// Rows for which there is.

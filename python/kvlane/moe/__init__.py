@@ -166,7 +166,7 @@ class AllToAll:
 
         ValueError for wrong arguments, with nothing sent. CapacityExceeded if an expert of this rank got too many rows.
         RankLost, RankSilent or MoeError for the rest. On a GPU these come with a later call, or `check`, and are for
-        good.
+        good, and CapacityExceeded comes with `check` alone: ranks stay in step, and sums without rows are NaN.
         """
         with self._turn:
             return self._end.dispatch(*self._checked(x, ids, weights, scales))
@@ -292,7 +292,8 @@ class AllToAll:
         return Stats(*self._end.stats())
 
     def check(self) -> None:
-        """Raises what an earlier operation failed with for good."""
+        """Raises what an earlier operation failed with for good. On a GPU also CapacityExceeded, once, for the last of
+        the dispatches without room that kernels have met. It waits for no kernel."""
         self._end.check()
 
     def close(self) -> None:

@@ -296,7 +296,7 @@ impl GpuRank {
             others_inverse: inverse((shape.ranks - 1).max(1)),
             words_inverse: inverse(shape.experts_a_rank() + 1),
             timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
-            offsets: offsets(layout),
+            offsets: offsets(layout, options.is_exact),
             own,
             ..Parameters::default()
         };
@@ -338,10 +338,15 @@ impl GpuRank {
         self.bytes
     }
 
+    /// Kernels that run are not waited for.
+    ///
     /// # Errors
-    /// Why a kernel, or a call, failed for good. Kernels that run are not waited for.
+    /// Why a kernel, or a call, failed for good. [`MoeError::OverCapacity`] and [`MoeError::TooManyRows`] once, if a rank had no room
+    /// for a dispatch: experts of that rank got no rows, and the sums of tokens that wanted them are NaN. No other call says so,
+    /// because the ranks have to stay in step. Later dispatches work.
     pub fn check(&self) -> Result<(), MoeError> {
-        self.watch.check()
+        self.watch.check()?;
+        self.watch.refused()
     }
 
     /// Counts of what ran so far on the GPU.
@@ -371,7 +376,7 @@ impl GpuRank {
     /// # Safety
     /// As [`GpuRank::dispatch`].
     pub unsafe fn cast(&self, stream: StreamHandle, cast: &Cast) -> Result<(), MoeError> {
-        self.check()?;
+        self.watch.check()?;
         let Cast { tokens, from, rows, scales, kind } = *cast;
         if !self.shape.row_bytes.is_multiple_of(SCALED) {
             return Err(MoeError::BadInput(format!(
@@ -413,7 +418,7 @@ impl GpuRank {
         output: Option<&Output>,
         phases: Phases,
     ) -> Result<Dispatched, MoeError> {
-        self.check()?;
+        self.watch.check()?;
         self.check_input(input, output, phases)?;
         if self.unplaced.strong_count() > 0 {
             return Err(MoeError::BadInput("the rows of the dispatch before are not received yet".into()));
@@ -475,7 +480,7 @@ impl GpuRank {
         dispatched: &mut Dispatched,
         output: &Output,
     ) -> Result<(), MoeError> {
-        self.check()?;
+        self.watch.check()?;
         self.check_own(dispatched)?;
         if dispatched.unplaced.is_none() {
             return Err(MoeError::BadInput("the rows of this dispatch were received before".into()));
@@ -506,7 +511,7 @@ impl GpuRank {
         given: &Combine,
         phases: Phases,
     ) -> Result<(), MoeError> {
-        self.check()?;
+        self.watch.check()?;
         self.check_own(dispatched)?;
         let Combine { outputs, tokens, weights, sum } = *given;
         let bad = |why: &str| Err(MoeError::BadInput(why.into()));
@@ -564,7 +569,7 @@ impl GpuRank {
 
     /// Takes no part any more: a dispatch that was sent is not received.
     pub fn give_up(&mut self) {
-        if self.check().is_ok() {
+        if self.watch.check().is_ok() {
             let _ = self.watch.fail(MoeError::GivenUp);
         }
     }
@@ -689,7 +694,7 @@ fn inverse(divisor: usize) -> u32 {
     (1_u32 << 31).div_ceil(divisor as u32)
 }
 
-fn offsets(layout: &Layout) -> Offsets {
+fn offsets(layout: &Layout, is_exact: bool) -> Offsets {
     Offsets {
         counts: COUNTS as u64,
         row_words: layout.row_words as u64,
@@ -700,7 +705,7 @@ fn offsets(layout: &Layout) -> Offsets {
         sum_words: layout.sum_words as u64,
         sums: layout.sums as u64,
         sum_stride: layout.sum_stride as u64,
-        pair_words: layout.pair_words as u64,
+        pair_words: if is_exact { layout.pair_words as u64 } else { 0 },
         pairs: layout.pairs as u64,
     }
 }

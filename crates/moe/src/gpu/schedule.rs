@@ -70,7 +70,7 @@ pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
 pub(super) fn arrival_bytes(shape: &Shape) -> u32 {
     let experts = shape.experts_a_rank();
     let groups = ((THREADS / LEAST_GROUP) as usize).max(BULK_ROWS_MAX);
-    let bytes = 4 * (shape.ranks * (2 * experts + 2) + groups * NUMBERS_OF_GROUP);
+    let bytes = 4 * (shape.ranks * (2 * experts + 2) + 1 + groups * NUMBERS_OF_GROUP);
     // Rows follow, aligned as bulk copies are fastest.
     bytes.next_multiple_of(128) as u32
 }

@@ -32,8 +32,9 @@ struct Control {
     rank: AtomicU32,
     waited: AtomicU32,
     value: AtomicU64,
+    refused: AtomicU64,
 }
-const _: () = assert!(size_of::<Control>() == 32);
+const _: () = assert!(size_of::<Control>() == 40);
 
 /// Why a kernel failed: kernels/parameters.cuh, `Failure`.
 mod failure {
@@ -42,7 +43,6 @@ mod failure {
     pub(super) const OUT_OF_STEP: u64 = 3;
     pub(super) const NONSENSE: u64 = 4;
     pub(super) const BAD_EXPERT: u64 = 5;
-    pub(super) const CAPACITY: u64 = 6;
 }
 
 #[derive(Debug)]
@@ -119,6 +119,20 @@ impl Watch {
     pub(super) fn check(&self) -> Result<(), MoeError> {
         self.shared.note_failure();
         self.shared.failed.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// # Errors
+    /// The last refusal of a dispatch that kernels have met since this was asked.
+    pub(super) fn refused(&self) -> Result<(), MoeError> {
+        let refused = self.shared.control().refused.swap(0, Ordering::Acquire);
+        if refused == 0 {
+            return Ok(());
+        }
+        let (rank, needed) = (refused as u32 as usize >> 1, (refused >> 32) as u32);
+        Err(match self.shared.layout {
+            RowLayout::Masked { capacity } => MoeError::OverCapacity { rank, needed, capacity },
+            _ => MoeError::TooManyRows { rank, needed: needed as usize, capacity: self.shared.capacity },
+        })
     }
 
     /// This rank takes no part any more, for that reason.
@@ -211,12 +225,6 @@ impl Shared {
                 let (token, k) = (rank, control.waited.load(Ordering::Relaxed) as usize);
                 MoeError::BadExpert { token, k, expert: value as i64, experts: self.experts }
             }
-            failure::CAPACITY => match self.layout {
-                RowLayout::Masked { capacity } => {
-                    MoeError::OverCapacity { rank, needed: value as u32, capacity }
-                }
-                _ => MoeError::TooManyRows { needed: value as usize, capacity: self.capacity },
-            },
             failure::NONSENSE => {
                 let what = if phase == Phase::Counts { "counts" } else { "rows" };
                 MoeError::Nonsense { rank, what }

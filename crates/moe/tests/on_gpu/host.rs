@@ -8,7 +8,7 @@ use kvlane_gpu::{DeviceMemory, Driver, Gpu, Priority, Stream};
 use kvlane_moe::gpu::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
 use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, SCALED, Scales, Shape, Stats, Sum, join};
 
-const POISON: u8 = 0xa5;
+pub(crate) const POISON: u8 = 0xa5;
 
 /// The tokens of one rank.
 #[derive(Debug, Clone)]
@@ -23,7 +23,7 @@ pub(crate) struct Given {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Got {
     rows: Rows,
-    tokens: Vec<u8>,
+    pub(crate) tokens: Vec<u8>,
 }
 
 /// An all-gather among threads.
@@ -222,9 +222,9 @@ pub(crate) struct Sending {
 /// Rows that came. Ids and weights are those of the layout of tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rows {
-    rows: Vec<u8>,
+    pub(crate) rows: Vec<u8>,
     scales: Vec<u8>,
-    counts: Vec<u32>,
+    pub(crate) counts: Vec<u32>,
     starts: Vec<u32>,
     ids: Vec<u8>,
     weights: Vec<u8>,
@@ -283,8 +283,13 @@ impl OnGpu {
 
     /// The rows of a dispatch that is over. Memory behind them was not touched.
     pub(crate) fn rows(&self, sending: &Sending) -> Rows {
-        self.stream.synchronize().unwrap();
+        let rows = self.rows_unchecked(sending);
         self.rank.check().unwrap();
+        rows
+    }
+
+    pub(crate) fn rows_unchecked(&self, sending: &Sending) -> Rows {
+        self.stream.synchronize().unwrap();
         let shape = *self.rank.shape();
         let [mut rows, mut scales, counts, starts, mut ids, mut weights] =
             std::array::from_fn(|index| self.kept[sending.written + index].read());
@@ -325,6 +330,18 @@ impl OnGpu {
         sum: Sum,
         phases: Phases,
     ) -> Vec<u8> {
+        let tokens = self.send_back_unchecked(sending, rows, sum, phases);
+        self.rank.check().unwrap();
+        tokens
+    }
+
+    pub(crate) fn send_back_unchecked(
+        &mut self,
+        sending: &mut Sending,
+        rows: &Rows,
+        sum: Sum,
+        phases: Phases,
+    ) -> Vec<u8> {
         let shape = *self.rank.shape();
         let mut outputs = outputs_of(&shape, self.number, &rows.rows);
         outputs.resize(self.capacity * shape.sum_bytes(), POISON);
@@ -335,7 +352,6 @@ impl OnGpu {
         // SAFETY: all memory lives until the stream is synchronised.
         unsafe { self.rank.combine(stream, dispatched, &given, phases).unwrap() };
         self.stream.synchronize().unwrap();
-        self.rank.check().unwrap();
         let read = tokens.read();
         self.kept.extend([outputs, tokens]);
         read
