@@ -87,7 +87,7 @@ pub struct Output {
     pub ids: u64,
     /// In the layout of tokens, room for their weights (f32).
     pub weights: u64,
-    /// Whether scales of 4 bytes stand column by column: [columns][capacity], if rows are masked for each expert.
+    /// Whether scales of 4 bytes stand column by column, each with room for `capacity` rows: by expert if rows are masked.
     pub scales_by_column: bool,
 }
 
