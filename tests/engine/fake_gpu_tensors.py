@@ -18,7 +18,7 @@ def use() -> None:
     os.environ["KVLANE_GPU_DRIVER"] = "fake"
     setattr(_gpu.GpuEnd, "_device_named", staticmethod(lambda *_: torch.device("cpu")))  # noqa: B010 - of a class
     setattr(_gpu.GpuEnd, "_stream", lambda _: 0)  # noqa: B010
-    for name in ("dispatch", "send", "receive", "_combine"):
+    for name in ("cast", "dispatch", "send", "receive", "_combine"):
         setattr(_gpu.GpuEnd, name, _waited_for(getattr(_gpu.GpuEnd, name)))
 
 

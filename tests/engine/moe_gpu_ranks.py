@@ -103,7 +103,7 @@ def casts(group: Group) -> None:
             assert got.rows.dtype == wanted.rows.dtype
             got = got.trimmed()
             as_bytes = [replace(each, rows=each.rows.view(torch.uint8)) for each in (wanted, got)]
-            same(*as_bytes, layout)
+            same(as_bytes[0], as_bytes[1], layout)
 
 
 def same(wanted: Received, got: Received, layout: str) -> None:

@@ -25,7 +25,7 @@ def nearest_fp8(values: Any) -> Any:
     sizes = np.array([value_of(byte) for byte in range(127)])
     below = np.clip(np.searchsorted(sizes, np.abs(values), side="right") - 1, 0, 125)
     low, high = np.abs(values) - sizes[below], sizes[below + 1] - np.abs(values)
-    up = (high < low) | ((high == low) & (below % 2 == 1))
+    up: Any = (high < low) | ((high == low) & (below % 2 == 1))
     return (below + up + 128 * np.signbit(values)).astype(np.uint8)
 
 
@@ -38,7 +38,7 @@ def cast(x: Any, kind: str) -> tuple[Any, Any]:
         scales, factors = np.float32(2) ** exponents, np.float32(2) ** -exponents
     rows = nearest_fp8((blocks * factors[..., None]).astype(np.float32)).reshape(x.shape)
     if kind == "fp8_ue8m0":
-        return rows, (exponents + 127).astype(np.uint8).view(np.int32)
+        return rows, np.asarray(exponents + 127, np.uint8).view(np.int32)
     return rows, scales.astype(np.float32)
 
 
@@ -51,7 +51,7 @@ def drawn(tokens: int) -> Any:
 
 def alone(layout: str, **more: Any) -> moe.AllToAll:
     group = moe.Group(0, 1, lambda told: [told])
-    sizes = {"experts": 3, "top_k": 2, "max_tokens": TOKENS, "hidden": HIDDEN}
+    sizes: dict[str, Any] = {"experts": 3, "top_k": 2, "max_tokens": TOKENS, "hidden": HIDDEN}
     return moe.AllToAll(group, layout=layout, **(sizes | more))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,73 @@ def test_what_cannot_be_is_refused(path: str) -> None:
         return group.all_gather(bytes(1 << 16))
 
     assert together(2, gather) == [[bytes(1 << 16)] * 2] * 2
+
+
+def test_all_learn_of_a_rank_that_dies_between_two_all_gathers(path: str) -> None:
+    left = threading.Barrier(3)
+
+    def gather(rank: int) -> Any:
+        group = moe.Group.at(path, rank, 3, timeout=20)
+        group.all_gather(b"once")
+        left.wait()
+        if rank == 1:
+            return None
+        began = time.monotonic()
+        try:
+            # Its sockets live as long as the group.
+            return group.all_gather(b"twice"), group
+        except moe.NotJoined as error:
+            assert time.monotonic() - began < 10
+            return str(error), group
+
+    found = together(3, gather)
+    assert "rank 1 at" in found[0][0] and "has ended its connection" in found[0][0]
+    assert "rank 0 at" in found[2][0] and "has ended its connection" in found[2][0]
+
+
+def test_a_rank_that_starts_again_before_all_have_come_is_let_in(path: str) -> None:
+    def come(rank: int) -> Any:
+        if rank == 1:
+            with connected(path) as died:
+                died.send(b"\1\0\0\0\3\0\0\0")
+        if rank == 2:
+            came.wait()
+        if rank == 1:
+            again = moe.Group.at(path, 1, 3, timeout=20)
+            came.set()
+            return again.all_gather(b"1")
+        return moe.Group.at(path, rank, 3, timeout=20).all_gather(bytes([48 + rank]))
+
+    came = threading.Event()
+    assert together(3, come) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_a_door_at_which_too_many_wait_is_an_error_in_time(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as full:
+        full.bind(path)
+        full.listen(0)
+        waiting = [connected(path)]
+        with suppress(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(path)
+        for rank, why in ((0, "rank 0 cannot listen"), (1, "rank 0 does not listen at .* after 0.3 s")):
+            began = time.monotonic()
+            with pytest.raises(moe.NotJoined, match=why):
+                moe.Group.at(path, rank, 2, timeout=0.3)
+            assert time.monotonic() - began < 10
+        for each in waiting:
+            each.close()
+
+
+@pytest.mark.parametrize("place", ["no/such/folder", "stream", "x" * 200])
+def test_a_path_that_no_socket_can_have_is_an_error(place: str, tmp_path: Path) -> None:
+    path = str(tmp_path / place)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        if place == "stream":
+            stream.bind(path)
+            stream.listen()
+        for rank in (0, 1):
+            with pytest.raises(moe.NotJoined):
+                moe.Group.at(path, rank, 2, timeout=0.3)

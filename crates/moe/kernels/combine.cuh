@@ -224,8 +224,8 @@ DEVICE void send_back(const Parameters& p, u64 number, const Counts& counts, u32
     }
 }
 
-// Whether this rank had room for the dispatch. Threads ask while others wait: nothing waits longer for it.
-DEVICE bool has_own_rows(const Parameters& p) { return load_once(p.number + 1) == 0; }
+// Whether this rank, which has rows of its own in the dispatch, had room for it: without room it received none.
+DEVICE bool has_own_rows(const Parameters& p) { return load_once(p.received + p.rank) > 0; }
 
 // Waits until all rows of a token are there. Each thread waits for some. False: one of its does not come.
 template <bool is_exact>
@@ -294,7 +294,9 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
     const Group group(p.receive_group_bits, of_role, in_role, true);
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
-        const u32 own = p.slot[token * p.ranks + p.rank];
+        u32 own = p.slot[token * p.ranks + p.rank];
+        // Where its rows stand is not known then.
+        if (!is_exact && !has_own_rows(p)) own = kNowhere;
         const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
         char* out = p.out + static_cast<u64>(token) * p.sum_bytes;
         // Known before the wait.

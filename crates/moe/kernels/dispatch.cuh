@@ -215,7 +215,6 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
         if (thread() == 0) {
             *arrivals.needed = has_room ? 0 : needed;
             if (is_first) {
-                p.number[1] = has_room ? 0 : needed;
                 if (p.arrangement == kTokens) p.out_starts[0] = has_room ? static_cast<i32>(slots) : 0;
                 if (!has_room) note_refusal(p, p.rank, needed);
             }
@@ -494,6 +493,7 @@ COLD void refuse_rows(
         if (!wait_for_row(p, of_row, coming.source, kRows, number)) continue;
         const Readable from(p, plan, coming, index);
         const u32 token = token_of_row(p, coming, from);
+        add_global(p.stats + kRowsReceived, 1);
         for (u32 k = 0; p.pair_words > 0 && k < p.top_k; ++k) {
             if (load_once(from.rest + 2 * k) == kNowhere) continue;
             const u64 pair = pair_index(p, number, token, k);

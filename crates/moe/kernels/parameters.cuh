@@ -23,7 +23,7 @@ enum Arrangement : u32 { kExperts, kMasked, kTokens };
 // Scales that a cast makes are powers of two, and only their exponents, a byte each. Scales that came stand column by column.
 enum Scaling : u32 { kPowersOfTwo = 1, kPacked = 2, kByColumn = 4 };
 enum NumberKind : u32 { kBf16, kF16, kF32 };
-// As crates/moe/src/gpu/failure.rs.
+// As crates/moe/src/gpu/watch.rs.
 enum Failure : u32 { kNone, kGone, kTimedOut, kOutOfStep, kNonsense, kBadExpert };
 enum Stat : u32 { kCombines, kRowsSent, kRowsReceived };
 enum Waited : u32 { kCounts, kRows, kSums };
@@ -54,8 +54,7 @@ struct Parameters {
     i32 *out_counts, *out_starts;
     i64* out_ids;
     float* out_weights;
-    // Of this dispatch: its number, and the rows for which there would have to be room if it was refused; plan, and what was
-    // received.
+    // Of this dispatch: plan, and what was received.
     u64* number;
     u32 *list, *slot, *place, *sent, *expert_counts;
     i32* expert;

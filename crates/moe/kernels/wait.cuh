@@ -67,8 +67,9 @@ DEVICE u64 refusal(u64 number, u32 needed) { return kRefused | static_cast<u64>(
 DEVICE bool wait_for_sum(const Parameters& p, const u64* word, u32 from, u64 number) {
     u64 value;
     const auto compare = [number](u64 seen) {
-        const i32 of_refusal = static_cast<i32>(static_cast<u32>(seen) - static_cast<u32>(number));
-        return seen & kRefused ? static_cast<i64>(of_refusal) : static_cast<i64>(seen - number);
+        // A refusal of another dispatch is an old one.
+        const i64 of_refusal = static_cast<u32>(seen) == static_cast<u32>(number) ? 0 : -1;
+        return seen & kRefused ? of_refusal : static_cast<i64>(seen - number);
     };
     if (!wait(p, word, from, kSums, &value, compare)) return false;
     if (value & kRefused) {

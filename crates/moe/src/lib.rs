@@ -24,7 +24,7 @@
 //! Combine has the number of its dispatch. A rank writes to another one only about tokens that came with that dispatch, which the
 //! other one sent after it had done with the second dispatch before.
 //!
-//! A rank whose expert gets more rows than a masked layout has room for receives the dispatch all the same. For each row it writes
+//! A rank that gets more rows than it has room for (in a masked layout, or on a GPU) receives the dispatch all the same. For each row it writes
 //! a refusal into the words that combine would write, and nothing else. So no rank falls out of step, and each one whose token
 //! came there learns of it when it waits for the sum.
 //!

@@ -18,11 +18,13 @@ pub(crate) fn needed(word: u64) -> Option<u32> {
     (word & REFUSED != 0).then_some((word >> 32) as u32 & !(1 << 31))
 }
 
-/// How the number of a word's dispatch, refused or not, compares with `number`.
+/// How the number of a word's dispatch, refused or not, compares with `number`. A refusal of another dispatch is an old one, because
+/// its word has half a number, which comes again.
 pub(crate) fn compare(word: u64, number: u64) -> Ordering {
     match needed(word) {
         None => word.cmp(&number),
-        Some(_) => ((word as u32).wrapping_sub(number as u32) as i32).cmp(&0),
+        Some(_) if word as u32 == number as u32 => Ordering::Equal,
+        Some(_) => Ordering::Less,
     }
 }
 
@@ -37,7 +39,7 @@ mod tests {
             assert_eq!(needed(word), Some(i32::MAX as u32));
             assert_eq!(compare(word, number), Ordering::Equal);
             assert_eq!(compare(word, number + 2), Ordering::Less);
-            assert_eq!(compare(refusal(number + 2, 0), number), Ordering::Greater);
+            assert_eq!(compare(refusal(number, 0), number + (1 << 31) + 2), Ordering::Less);
             assert_eq!(compare(number, number), Ordering::Equal);
             assert_eq!(needed(number), None);
         }

@@ -177,7 +177,8 @@ class AllToAll:
             return self._end.send(*self._checked(x, ids, weights, scales))
 
     def _receive(self, sent: Sent, rows: Any = None, scales: Any = None) -> Received:
-        """The second part of `dispatch`. `rows` and `scales`, if given, are memory for the layout `masked`."""
+        """The second part of `dispatch`. `rows`, and `scales` by column, are memory for the layout `masked`, if given.
+        The caller changes `x` of `_send` after it."""
         with self._turn:
             return self._end.receive(sent, rows, scales)
 
@@ -207,7 +208,7 @@ class AllToAll:
             return checked
 
     def _gather(self, checked: tuple[Any, ...], out: Any) -> None:
-        """The second part of `combine`. `out` is contiguous memory, [T, hidden]."""
+        """The second part of `combine`. `out` is contiguous memory, [T, hidden]. The caller changes `y` after it."""
         with self._turn:
             y, received, reduced, weights = checked
             self._end.gather(y, received, reduced, weights, out)

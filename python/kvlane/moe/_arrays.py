@@ -74,8 +74,9 @@ def empty_like(like: Any, shape: tuple[int, ...]) -> Any:
     return numpy.empty(shape, dtype=like.dtype)
 
 
-def cast_like(like: Any, tokens: int, hidden: int, kind: str) -> tuple[Any, Any]:
+def cast_like(like: Any, kind: str) -> tuple[Any, Any]:
     """Memory for rows of fp8, uint8 in numpy, and their scales."""
+    tokens, hidden = like.shape
     blocks = hidden // 128
     columns, scale = (blocks // 4, "int32") if kind == "fp8_ue8m0" else (blocks, "float32")
     if is_torch(like):

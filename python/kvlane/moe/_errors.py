@@ -14,8 +14,8 @@ class MoeError(Exception):
 
 
 class CapacityExceeded(MoeError):
-    """An expert got more rows than `capacity`. `dispatch` raises it on the expert's rank, and `combine` on each rank
-    that had sent a token there. Later operations work. On a GPU each layout can lack room, and it is for good."""
+    """A rank got more rows than `capacity`. `dispatch` raises it there, and `combine` on each rank that had sent a
+    token there; on a GPU `AllToAll.check` does, and each layout can lack room. Later operations work."""
 
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)

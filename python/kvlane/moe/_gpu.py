@@ -99,7 +99,7 @@ class GpuEnd:
         return like.new_empty(shape)
 
     def cast(self, x: Any, kind: str) -> tuple[Any, Any]:
-        rows, scales = cast_like(x, *x.shape, kind)
+        rows, scales = cast_like(x, kind)
         with errors_of_core():
             self._rank.cast(self._stream(), len(x), x.data_ptr(), rows.data_ptr(), scales.data_ptr(), kind)
         return rows, scales

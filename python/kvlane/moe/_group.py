@@ -44,10 +44,11 @@ class Group:
 
     @classmethod
     def at(cls, path: str, rank: int, size: int, timeout: float = 60.0) -> Group:
-        """The ranks of one host that come to `path`, where rank 0 makes a Unix socket until all are there: this waits
-        for them. `timeout`: longest wait, in seconds, here and for each all-gather.
+        """The ranks of one host that come to `path`, where rank 0 has a Unix socket until all are there. Rank 0 waits
+        for the others, and they for rank 0. `timeout`: longest wait, in seconds, here and for each all-gather.
 
-        ValueError for a rank that cannot be; NotJoined if ranks do not come, or a process of another user is there.
+        ValueError for a rank that cannot be; NotJoined if ranks do not come, or a process of another user is there. An
+        all-gather that fails ends the group for all ranks.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")

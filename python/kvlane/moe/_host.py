@@ -50,7 +50,7 @@ class HostEnd:
         return empty_like(like, shape)
 
     def cast(self, x: Any, kind: str) -> tuple[Any, Any]:
-        rows, scales = cast_like(x, *x.shape, kind)
+        rows, scales = cast_like(x, kind)
         _core.moe_cast(memory_of(x), memory_of(rows), memory_of(scales), kind)
         return rows, scales
 

@@ -18,7 +18,8 @@ import os
 import socket
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -37,20 +38,38 @@ class Meeting:
     def __init__(self, path: str, rank: int, size: int, timeout: float) -> None:
         self._path, self._rank, self._size, self._timeout = path, rank, size, timeout
         self._end = time.monotonic() + timeout
-        self._others = self._received() if rank == 0 else {0: self._connected()}
+        self._others: dict[int, socket.socket] = {}
+        with self._ended_by_errors():
+            if rank == 0 and size > 1:
+                self._receive()
+            elif rank > 0:
+                self._connect()
 
     def all_gather(self, told: bytes) -> list[bytes]:
         if len(told) > _BYTES_MAX:
             raise ValueError(f"all_gather takes at most {_BYTES_MAX} bytes of a rank, and got {len(told)}")
         self._end = time.monotonic() + self._timeout
-        if self._rank:
-            self._send(0, told)
-            return [self._next(0) for _ in range(self._size)]
-        everything = [told, *(self._next(rank) for rank in range(1, self._size))]
-        for rank in self._others:
-            for each in everything:
-                self._send(rank, each)
-        return everything
+        with self._ended_by_errors():
+            if self._rank:
+                self._send(0, told)
+                return [self._next(0) for _ in range(self._size)]
+            everything = [told, *(self._next(rank) for rank in range(1, self._size))]
+            for rank in self._others:
+                for each in everything:
+                    self._send(rank, each)
+            return everything
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """The others learn of an error here: their connections end."""
+        try:
+            yield
+        except BaseException as error:
+            for each in self._others.values():
+                each.close()
+            if isinstance(error, OSError):
+                raise NotJoined(f"rank {self._rank} at {self._path}: {error.strerror or error}") from None
+            raise
 
     def _send(self, rank: int, told: bytes) -> None:
         try:
@@ -83,16 +102,16 @@ class Meeting:
     def _left(self) -> float:
         return max(self._end - time.monotonic(), 1e-3)
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> None:
         """At another rank: a connection to rank 0."""
-        found = _socket()
+        found = self._others[0] = _socket()
         while True:
             try:
+                found.settimeout(self._left())
                 found.connect(self._path)
                 break
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                 if time.monotonic() > self._end:
-                    found.close()
                     why = f"rank 0 does not listen at {self._path} after {self._timeout:g} s"
                     raise NotJoined(why) from None
                 time.sleep(_RETRY_S)
@@ -101,39 +120,42 @@ class Meeting:
         # If the others have met, the next all-gather says so.
         with suppress(ConnectionError):
             found.send(_HELLO.pack(self._rank, self._size))
-        return found
 
-    def _received(self) -> dict[int, socket.socket]:
+    def _receive(self) -> None:
         """At rank 0: the connections of all others. Strangers are sent away."""
-        found: dict[int, socket.socket] = {}
-        if self._size == 1:
-            return found
+        pending: list[socket.socket] = []
         with _listener(self._path) as listener:
-            pending: list[socket.socket] = []
+            own = os.stat(self._path)
             try:
-                while len(found) < self._size - 1:
+                while len(self._others) < self._size - 1:
                     ready = wait([listener, *pending], self._left())
-                    if not ready and time.monotonic() > self._end:
-                        missing = [str(rank) for rank in range(1, self._size) if rank not in found]
+                    if time.monotonic() > self._end:
+                        missing = [str(rank) for rank in range(1, self._size) if rank not in self._others]
                         raise NotJoined(
                             f"ranks {', '.join(missing)} did not come to {self._path} within {self._timeout:g} s"
                         )
                     for each in ready:
                         if each is listener:
                             pending.append(listener.accept()[0])
-                            continue
-                        pending.remove(each)
-                        rank = self._rank_of(each)
-                        if rank is None or rank in found:
-                            each.close()
-                        else:
-                            found[rank] = each
+                        elif isinstance(each, socket.socket):
+                            pending.remove(each)
+                            self._greet(each)
             finally:
                 for each in pending:
                     each.close()
                 with suppress(FileNotFoundError):
-                    os.unlink(self._path)
-        return found
+                    if os.path.samestat(os.stat(self._path), own):
+                        os.unlink(self._path)
+
+    def _greet(self, came: socket.socket) -> None:
+        """Keeps a connection that says it is another rank's. One of a process that has ended gives way."""
+        rank = self._rank_of(came)
+        if rank in self._others and _has_ended(self._others[rank]):
+            self._others.pop(rank).close()
+        if rank is None or rank in self._others:
+            came.close()
+        else:
+            self._others[rank] = came
 
     def _rank_of(self, came: socket.socket) -> int | None:
         """Which rank it says it is; None for a stranger."""
@@ -154,7 +176,16 @@ def _socket() -> socket.socket:
 def _is_ours(connection: socket.socket) -> bool:
     """Whether the other end is of this user."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
-    return _USER.unpack(told)[1] == os.getuid()
+    return _USER.unpack(told)[1] == os.geteuid()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _listener(path: str) -> socket.socket:
@@ -177,10 +208,10 @@ def _is_left_behind(path: str) -> bool:
     if not Path(path).is_socket():
         return False
     with _socket() as asked:
+        # A rank 0 with many at its door gives no answer at once.
+        asked.setblocking(False)
         try:
             asked.connect(path)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
         return False

@@ -273,8 +273,9 @@ class Buffer:
 
         Returns rows [experts of this rank, ranks * most tokens, hidden], or them as float8_e4m3fn and their scales; how
         many each expert has, int32; a handle for `low_latency_combine`; an event; and with `return_recv_hook` a hook.
-        The rows stand there once the hook has returned, or else now. Each 128 channels share a scale: float32
-        [.., hidden / 128]; with `round_scale` a power of two; with `use_ue8m0` four exponents in an int32.
+        The rows stand there once the hook has returned, or else now; `x` may change then. Each 128 channels share a
+        scale: float32 [.., hidden / 128]; with `round_scale` a power of two; with `use_ue8m0` four exponents in an
+        int32.
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ValueError("kvlane dispatches bfloat16 and fp8 only: set VLLM_DEEPEPLL_NVFP4_DISPATCH=0")
@@ -291,6 +292,7 @@ class Buffer:
                 "low latency", x, None, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, hidden, cast
             )
             channel.make_room()
+            channel.ranks.check()
             recv_x = x.new_empty((held, most, hidden), dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
             recv_count = torch.empty(held, dtype=torch.int32, device=x.device)
             columns = None
@@ -306,7 +308,7 @@ class Buffer:
                 return received
 
             handle = _Handle(channel, True, receive)
-            hook = self._later(handle.receive, return_recv_hook)
+            hook = self._later(x, handle.receive, return_recv_hook)
         # Consumers want scales column by column.
         found = recv_x if columns is None else (recv_x, columns.transpose(1, 2))
         return found, recv_count, handle, EventOverlap(), hook
@@ -326,7 +328,7 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Returns for each token of the dispatch the sum of its experts' rows in `x`, times `topk_weights`: added in
         float32 in the order of k, rounded once. `x` is as the rows of the dispatch, of bfloat16; `topk_idx` are those
-        of the dispatch. The sums stand in `out` once the hook has returned, or else now."""
+        of the dispatch. The sums stand in `out` once the hook has returned, or else now; `x` may change then."""
         if use_logfmt or zero_copy:
             raise ValueError("kvlane combines tensors of bfloat16 only: leave use_logfmt and zero_copy")
         with self._turn:
@@ -346,7 +348,7 @@ class Buffer:
                 if into is not sums:
                     sums.copy_(into)
 
-            hook = self._later(lambda: self._gathered(handle, gather), return_recv_hook)
+            hook = self._later(x, lambda: self._gathered(handle, gather), return_recv_hook)
         return sums, EventOverlap(), hook
 
     # Normal: each token once a rank, for any number of tokens.
@@ -521,12 +523,14 @@ class Buffer:
         finally:
             handle.close()
 
-    def _later(self, finish: Callable[[], object], is_hook: bool) -> Callable[[], None] | None:
-        """Finishes a call now, or returns a hook that does."""
+    def _later(
+        self, x: torch.Tensor, finish: Callable[[], object], is_hook: bool
+    ) -> Callable[[], None] | None:
+        """Finishes a call now, or returns a hook that does, in the stream of the call."""
         if not is_hook:
             finish()
             return None
-        rest = _Rest(finish)
+        rest = _Rest(finish if x.device.type == "cpu" else _in_current_stream(x.device, finish))
 
         def hook() -> None:
             with self._turn:
@@ -540,6 +544,17 @@ class Buffer:
         due, self._due = self._due, []
         for rest in due:
             rest.run()
+
+
+def _in_current_stream(device: torch.device, act: Callable[[], object]) -> Callable[[], object]:
+    """Has it run in the stream that is current now."""
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> object:
+        with torch.cuda.stream(stream):
+            return act()
+
+    return run
 
 
 def _device_of(rows: torch.Tensor) -> str:

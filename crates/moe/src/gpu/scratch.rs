@@ -16,7 +16,7 @@ pub(super) fn sections(shape: &Shape, base: u64) -> (Scratch, u64) {
         at
     };
     let scratch = Scratch {
-        number: section(2, 8),
+        number: section(1, 8),
         list: section(ranks * tokens, 4),
         slot: section(tokens * ranks, 4),
         place: section(tokens * top_k, 4),

@@ -348,7 +348,9 @@ impl OnGpu {
         let outputs = Buffer::new(&self.gpu, &outputs);
         let tokens = Buffer::poisoned(&self.gpu, sending.dispatched.tokens() * shape.sum_bytes());
         let (stream, dispatched) = (self.stream.raw(), &mut sending.dispatched);
-        let given = Combine { outputs: outputs.address(), tokens: tokens.address(), weights: None, sum };
+        // A caller whose experts got no rows may have no memory for them.
+        let address = if rows.rows.is_empty() { 0 } else { outputs.address() };
+        let given = Combine { outputs: address, tokens: tokens.address(), weights: None, sum };
         // SAFETY: all memory lives until the stream is synchronised.
         unsafe { self.rank.combine(stream, dispatched, &given, phases).unwrap() };
         self.stream.synchronize().unwrap();
