@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from engine import Make, engines
-from stores import DaemonStore
+from stores import DaemonStore, FakeStore
 
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("vllm") is None:
@@ -62,6 +62,20 @@ def store(tmp_path: Path) -> Iterator[DaemonStore]:
 def make(store: DaemonStore) -> Iterator[Make]:
     """Starts engines on the daemon and ends them."""
     with engines(store.address) as start:
+        yield start
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeStore]:
+    made = FakeStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_on_fake(fake: FakeStore) -> Iterator[Make]:
+    """Starts engines on the fake and ends them."""
+    with engines(fake.address) as start:
         yield start
 
 

@@ -42,6 +42,7 @@ class InProcessEngine:
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
         max_model_len: int = 1024,
+        dtype: str = "float32",
         transfer: dict[str, Any] | None = None,  # of another connector
         **arguments: Any,
     ) -> None:
@@ -66,7 +67,7 @@ class InProcessEngine:
         }
         self.llm = LLM(
             model=str(model),
-            dtype="float32",
+            dtype=dtype,
             max_model_len=max_model_len,
             block_size=BLOCK,
             enforce_eager=True,

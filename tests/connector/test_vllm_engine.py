@@ -71,20 +71,6 @@ def engine_on_fake(on_shared_fake: Engines, shared_fake: FakeStore, model: Path)
     return on_shared_fake.shared(model)
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeStore]:
-    made = FakeStore()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make_on_fake(fake: FakeStore) -> Iterator[Make]:
-    """Starts engines on the fake and ends them."""
-    with engines(fake.address) as start:
-        yield start
-
-
 def test_cold_warm_and_a_corrupted_block(engine: InProcessEngine, shared_store: DaemonStore) -> None:
     store, metric_before = shared_store, engine.metric("vllm:kvlane_hit_tokens")
     cold, cached = engine.generate(prompt(1), 24)

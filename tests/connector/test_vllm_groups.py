@@ -13,13 +13,21 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
 
 from kvlane.connector import capabilities
-from kvlane.connector.groups import CacheGroup, block_bytes, cache_groups
+from kvlane.connector.groups import (
+    STATE,
+    CacheGroup,
+    Unsupported,
+    block_bytes,
+    cache_groups,
+    check_local_hits,
+)
 
 pytestmark = pytest.mark.old_vllm
 
@@ -104,3 +112,63 @@ def test_a_blocks_bytes_are_known_from_the_memory_that_vllm_plans(
     planned = get_kv_cache_config_from_groups(config, [KVCacheGroupSpec(list(specs), spec)], 10_000_000)
     told = generate_scheduler_kv_cache_config([planned])
     assert block_bytes(told) == sum(each.page_size_bytes for each in specs.values())
+
+
+def states(mode: str = "align", **more: Any) -> MambaSpec:
+    """As a layer of linear attention gives it."""
+    shapes = {"shapes": ((3, 256), (2, 64, 64)), "dtypes": (torch.bfloat16, torch.float32)}
+    return MambaSpec(block_size=96, mamba_cache_mode=mode, **(shapes | more))
+
+
+def with_states(spec: Any, drafter: object = None, caching: bool = True) -> tuple[Any, Any]:
+    """An engine's configuration, and its groups."""
+    full = FullAttentionSpec(block_size=96, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        model_config=SimpleNamespace(use_mla=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        speculative_config=drafter,
+    )
+    groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["b"], full)]
+    return config, SimpleNamespace(kv_cache_groups=groups)
+
+
+@pytest.mark.skipif(
+    not capabilities.reconciles_hybrid_hits(), reason="this vLLM shows hits that states do not have"
+)
+def test_states_at_the_ends_of_blocks_take_part_and_their_parts_are_in_the_format() -> None:
+    found = cache_groups(*with_states(states()))[0]
+    assert (found.kind, found.window_blocks, found.tokens_per_block) == (STATE, 1, 96)
+    others = [states(shapes=((256, 3), (2, 64, 64))), states(shapes=((3, 256), (64, 2, 64)))]
+    formats = {cache_groups(*with_states(spec))[0].format for spec in others} | {found.format}
+    with mock.patch.object(capabilities, "conv_state_layout", return_value="DS"):
+        formats.add(cache_groups(*with_states(states()))[0].format)
+    assert len(formats) == 4
+
+
+@pytest.mark.skipif(
+    not capabilities.reconciles_hybrid_hits(), reason="this vLLM shows hits that states do not have"
+)
+def test_states_that_are_at_no_end_of_a_block_are_refused() -> None:
+    refused = [
+        ("kvlane needs 'align'", states("none"), None),
+        ("has a drafter", states(), object()),
+    ]
+    if "num_prefill_checkpoint_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}:
+        refused.append(("keep states inside blocks", states(num_prefill_checkpoint_blocks=1), None))
+    for why, spec, drafter in refused:
+        with pytest.raises(Unsupported, match=why):
+            cache_groups(*with_states(spec, drafter))
+
+
+def test_where_vllm_takes_hits_that_states_do_not_have_the_engine_does_not_start() -> None:
+    """Up to 0.27, whatever the connector answers."""
+    config, groups = with_states(states())
+    if capabilities.reconciles_hybrid_hits():
+        check_local_hits(config, groups)
+    with mock.patch.object(capabilities, "reconciles_hybrid_hits", return_value=False):
+        with pytest.raises(ValueError, match=r"use vLLM 0\.28 or newer, or --no-enable-prefix-caching"):
+            check_local_hits(config, groups)
+        check_local_hits(*with_states(states(), caching=False))
+        full = groups.kv_cache_groups[1]
+        check_local_hits(config, SimpleNamespace(kv_cache_groups=[full, full]))

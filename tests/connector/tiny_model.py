@@ -50,7 +50,7 @@ def build_tiny_model(path: Path, sliding_window: int | None = None, layers: int 
             ],
         }
     (path / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(path)
+    write_tokenizer(path)
     save_file(_weights(layers), str(path / "model.safetensors"))
     return path
 
@@ -79,7 +79,7 @@ def _weights(layers: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path) -> None:
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{word}": word for word in range(3, VOCABULARY)}
     tokenizer = {
         "version": "1.0",

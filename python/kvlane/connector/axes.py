@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlane.connector.groups import CacheGroup
+from kvlane.connector.groups import STATE, CacheGroup
 from kvlane.connector.shard_layout import Axis, Dimension, Heads
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _facts(vllm_config: VllmConfig, group: CacheGroup, spec: KVCacheSpec, is_nam
     if count and size:
         heads = Heads(count, size, _head_place(vllm_config, group, count))
         return LayerFacts(tokens, heads, is_named=is_named)
-    return LayerFacts(tokens, is_state=group.kind == "mamba")
+    return LayerFacts(tokens, is_state=group.kind == STATE)
 
 
 def _head_place(vllm_config: VllmConfig, group: CacheGroup, count: int) -> tuple[int, int] | None:

@@ -21,6 +21,13 @@ def reconciles_hybrid_hits() -> bool:
     return hasattr(_base(), "supports_divergent_local_hybrid_hits")
 
 
+def conv_state_layout() -> str:
+    """The order of the numbers in the convolution's part of a state."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return get_conv_state_layout()
+
+
 def host_hit_source() -> CacheHitSource | None:
     """vLLM's name for blocks that came from host memory; None where hits are not split by source."""
     try:

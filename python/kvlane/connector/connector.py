@@ -19,7 +19,7 @@ from kvlane.connector.assemble import build_scheduler_side, build_worker_core
 from kvlane.connector.block_copier import block_copier
 from kvlane.connector.cross_layers import layer_caches
 from kvlane.connector.direct_rank import RankHandshake, start_rank
-from kvlane.connector.groups import Unsupported
+from kvlane.connector.groups import Unsupported, check_local_hits
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.no_daemon import uses_daemon
@@ -53,7 +53,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for a wrong setting, and for nothing else."""
+        """Raises ValueError for a wrong setting, and where vLLM would answer wrongly because of it."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.failures = Failures()
         transfer = vllm_config.kv_transfer_config
@@ -66,6 +66,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             # Also without a core: jobs that arrive have to be reported.
             self._worker = WorkerSide(vllm_config.parallel_config.rank, self.failures)
         else:
+            check_local_hits(vllm_config, self._kv_cache_config)
             self._build_scheduler()
 
     @guarded(lambda: None, "the engine runs without the cache")

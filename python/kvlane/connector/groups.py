@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
+STATE = "mamba"
+"""The kind of group whose blocks hold a state after their last token: state-space layers, linear attention."""
+
+
 class Unsupported(Exception):
     """The engine is one that kvlane cannot serve; the message says why. The engine runs without the cache."""
 
@@ -37,11 +41,28 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     """Layers of this rank; another rank of a pipeline has others."""
     format: str = ""
-    """vLLM's name for how a token's numbers are packed, where the layers' specification has one (latent attention)."""
+    """vLLM's name for how a token's numbers are packed, where the layers' specification has one (latent attention); how
+    a state consists of its parts."""
     quantized: bool = False
     tensor_shards: int | None = None
     """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so
     all may differ."""
+
+
+def check_local_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """ValueError where vLLM's own prefix cache gives wrong answers as soon as there is a connector, whatever that does:
+    up to 0.27 it then takes the longest hit of any group, and a state-space layer may have none that long."""
+    groups = [_layers(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    has_states = len(groups) > 1 and any(hasattr(specs[0], "mamba_cache_mode") for specs in groups)
+    if (
+        has_states
+        and vllm_config.cache_config.enable_prefix_caching
+        and not capabilities.reconciles_hybrid_hits()
+    ):
+        raise ValueError(
+            "with any KV connector, this vLLM takes prefix hits that a model's state-space layers do not have, and "
+            "answers wrongly: use vLLM 0.28 or newer, or --no-enable-prefix-caching"
+        )
 
 
 def cache_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
@@ -63,13 +84,17 @@ def cache_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> lis
     raise Unsupported("the model has no full-attention group; kvlane needs one to know how long a prefix is")
 
 
+def _layers(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """A group's specification, or those of its layers where they are told apart."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if inner else [spec]
+
+
 def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCacheGroupSpec) -> CacheGroup:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-    spec = group.kv_cache_spec
+    specs = _layers(group.kv_cache_spec)
     # Workers see the specs of all layers, the scheduler only the first; what is used here is the same in all.
-    inner = getattr(spec, "kv_cache_specs", None)
-    specs = list(inner.values()) if inner else [spec]
     spec = specs[0]
     kind = get_kv_cache_spec_kind(spec).value
     block = spec.block_size
@@ -81,8 +106,8 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
     elif kind == "chunked_local_attention":
         window = spec.attention_chunk_size
         window_blocks = max(1, -(-window // block))
-    elif kind == "mamba":
-        _check_state_space(spec)
+    elif kind == STATE:
+        _check_state_space(vllm_config, spec)
         window = window_blocks = 1
     elif kind not in ("full_attention", "mla_attention"):
         raise Unsupported(f"KV cache group {group_id} is of the kind {kind!r}, which kvlane does not know")
@@ -96,7 +121,7 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
         dtype=str(getattr(spec, "dtype", None) or getattr(spec, "dtypes", "")),
         is_draft=bool(getattr(group, "is_eagle_group", False)),
         layer_names=tuple(group.layer_names),
-        format=str(getattr(spec, "cache_dtype_str", None) or ""),
+        format=_state_format(spec) if kind == STATE else str(getattr(spec, "cache_dtype_str", None) or ""),
         quantized=getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") != "NONE",
         tensor_shards=_tensor_shards(vllm_config, specs),
     )
@@ -108,9 +133,7 @@ def keeps_tokens_apart(kv_cache_config: KVCacheConfig, groups: list[CacheGroup])
     one state for them."""
     if len(kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
         return False
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    inner = getattr(spec, "kv_cache_specs", None)
-    specs = list(inner.values()) if inner else [spec]
+    specs = _layers(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
     gathers = ("tokens_per_state", "compress_ratio")
     return (
         groups[0].kind in ("full_attention", "mla_attention")
@@ -135,10 +158,23 @@ def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | N
     return found.pop() if len(found) == 1 else None
 
 
-def _check_state_space(spec: KVCacheSpec) -> None:
-    if spec.mamba_cache_mode != "all":
+def _check_state_space(vllm_config: VllmConfig, spec: KVCacheSpec) -> None:
+    mode = spec.mamba_cache_mode
+    if mode not in ("align", "all"):
         raise Unsupported(
-            f"mamba_cache_mode is {spec.mamba_cache_mode!r}; kvlane needs 'all', a state at every block's end"
+            f"mamba_cache_mode is {mode!r}; kvlane needs 'align', which keeps states at ends of blocks"
         )
     if not capabilities.reconciles_hybrid_hits():
         raise Unsupported("this vLLM shows connectors a local hit that its state-space layers do not have")
+    if mode == "align" and vllm_config.speculative_config is not None:
+        raise Unsupported(
+            "the engine has a drafter beside state-space layers, whose states may be of rejected tokens"
+        )
+    if getattr(spec, "num_prefill_checkpoint_blocks", 0):
+        raise Unsupported("the model's state-space layers keep states inside blocks")
+
+
+def _state_format(spec: KVCacheSpec) -> str:
+    """All that decides which number of a state lies where: vLLM shows it as bytes."""
+    shapes = "; ".join("x".join(map(str, shape)) for shape in spec.shapes)
+    return f"{getattr(spec.mamba_type, 'name', spec.mamba_type)} {shapes} {capabilities.conv_state_layout()}"

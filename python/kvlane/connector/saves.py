@@ -10,7 +10,7 @@ from typing import cast
 from kvlane.connector import events
 from kvlane.connector.announcements import Announcement, Announcements
 from kvlane.connector.counters import Counters
-from kvlane.connector.groups import CacheGroup
+from kvlane.connector.groups import STATE, CacheGroup
 from kvlane.connector.jobs import SaveJob
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import NEVER, BlockRange, GroupHashes, RequestState
@@ -272,7 +272,8 @@ def _block_if_intact(block: Block, raw_hash: bytes, group: CacheGroup, exact: bo
     """
     if block.is_null or block.ref_cnt == 0:
         return None
-    if exact or (group.window_blocks == 0 and block.block_hash is None):
+    # A table's block may hold a state inside the block. One at its end has the hash.
+    if group.kind != STATE and (exact or (group.window_blocks == 0 and block.block_hash is None)):
         return block
     expected = raw_hash + group.group_id.to_bytes(4, "big")
     return block if block.block_hash == expected else None

@@ -1,0 +1,83 @@
+"""A model with states beside full attention: a hit needs all blocks of the one, and a state at its end of the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine import InProcessEngine, Make, prompt
+from stores import DaemonStore, FakeStore
+from tiny_states_model import build_states_model
+
+from kvlane.connector import capabilities
+
+# vLLM makes a block of attention as large as a state.
+BLOCK = 96
+
+pytestmark = pytest.mark.skipif(
+    not capabilities.reports_failed_requests(), reason="this vLLM cannot be told of a failed load"
+)
+
+
+@pytest.fixture(scope="module")
+def states_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_states_model(tmp_path_factory.mktemp("states"))
+
+
+def group_of_states(engine: InProcessEngine) -> bytes:
+    """Its namespace."""
+    shape = engine.connector._scheduler._shape
+    assert [(group.kind, group.tokens_per_block, group.window_blocks) for group in shape.groups] == [
+        ("mamba", BLOCK, 1),
+        ("full_attention", BLOCK, 0),
+    ]
+    return shape.namespaces[0]
+
+
+def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, states_model: Path) -> None:
+    """Prompts shorter than a block, a whole number of blocks, one token more, of several steps; and one that goes on
+    where another ended."""
+    engine = make(states_model, dtype="bfloat16", max_num_batched_tokens=256)
+    group_of_states(engine)
+    prompts = [prompt(length, length) for length in (95, 96, 97, 300, 384, 385, 700)]
+    cold = [engine.generate(each, 24)[0] for each in prompts]
+    assert len({tuple(answer) for answer in cold}) == len(cold)
+    longer = prompts[3] + cold[3] + prompt(5, 150)
+    answer_of_longer, _ = engine.generate(longer)
+    engine.forget()
+    store.settle()
+    for each, answer in zip([*prompts, longer], [*cold, answer_of_longer], strict=True):
+        warm, cached = engine.generate(each, len(answer))
+        assert warm == answer
+        assert cached == (len(each) - 1) // BLOCK * BLOCK
+    assert engine.errors() == 0
+
+
+def test_a_state_counts_and_one_that_is_gone_or_fails_to_load_is_computed(
+    make_on_fake: Make, fake: FakeStore, states_model: Path
+) -> None:
+    engine = make_on_fake(states_model, dtype="bfloat16", policy="recompute")
+    namespace = group_of_states(engine)
+    cold, _ = engine.generate(prompt(3), 24)
+    engine.forget()
+    fake.core.fail_loads = True
+    assert engine.generate(prompt(3), 24)[0] == cold
+    assert engine.counted["failed_loads"] == 1
+    fake.core.fail_loads = False
+    engine.forget()
+    assert engine.generate(prompt(3), 24) == (cold, 288)
+    states = [key for key in fake.core.blocks if key[0] == namespace]
+    assert 1 <= len(states) < 300 // BLOCK
+    # The control: with other states the answer is another one.
+    pages = fake.core.pages[fake.core.boot]
+    for key in states:
+        for page in fake.core.blocks[key].values():
+            pages[page] = bytes(len(pages[page]))
+    engine.forget()
+    other, cached = engine.generate(prompt(3), 24)
+    assert other != cold and cached == 288
+    # All blocks of attention are of no use then.
+    for key in states:
+        fake.core.evict(key)
+    engine.forget()
+    assert engine.generate(prompt(3), 24) == (cold, 0)
