@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -555,6 +556,27 @@ def test_null_and_reused_blocks_are_not_saved() -> None:
         by_group.setdefault(group, []).extend(ids)
     assert by_group[0] == engine.tables["r"][0]
     assert by_group[1] == table[2:]
+
+
+@pytest.mark.parametrize("table_is_shown", [False, True])
+def test_a_state_is_saved_only_under_the_hash_that_vllm_gave_its_block(table_is_shown: bool) -> None:
+    """A table's block may hold a state of a token inside it, or of another prompt's end."""
+    engine = Engine(FakeCore(), [full_group(0), replace(window_group(1, window_blocks=1), kind="mamba")])
+    cold = request()
+    engine.scheduler.add_request(cold)
+    engine.scheduler.matched_tokens(cold, 0)
+    engine.allocate(cold, 20)
+    table = engine.tables["r"][1]
+    assert len(table) >= 4
+    hashes = {1: b"x" * 32, 2: cold.block_hashes[2]}
+    for index, block in enumerate(table):
+        given = hashes.get(index)
+        engine.pool.blocks[block].block_hash = None if given is None else given + b"\0\0\0\1"
+    saves, state = engine.scheduler.saves, engine.scheduler.requests["r"]
+    saves.add(state, 20, engine.tables["r"], tables_are_exact=table_is_shown, wait=True)
+    job = saves.take_job(0.0)
+    assert job is not None
+    assert [ids for group, _, _, ids in job.groups if group == 1] == [[table[2]]]
 
 
 def test_tables_are_followed_through_the_schedulers_messages() -> None:

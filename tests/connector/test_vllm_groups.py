@@ -120,6 +120,11 @@ def states(mode: str = "align", **more: Any) -> MambaSpec:
     return MambaSpec(block_size=96, mamba_cache_mode=mode, **(shapes | more))
 
 
+def mixed_states() -> UniformTypeKVCacheSpecs:
+    turned = states(shapes=((256, 3), (2, 64, 64)))
+    return UniformTypeKVCacheSpecs(block_size=96, kv_cache_specs={"a": states(), "b": turned})
+
+
 def with_states(spec: Any, drafter: object = None, caching: bool = True) -> tuple[Any, Any]:
     """An engine's configuration, and its groups."""
     full = FullAttentionSpec(block_size=96, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
@@ -141,9 +146,10 @@ def test_states_at_the_ends_of_blocks_take_part_and_their_parts_are_in_the_forma
     assert (found.kind, found.window_blocks, found.tokens_per_block) == (STATE, 1, 96)
     others = [states(shapes=((256, 3), (2, 64, 64))), states(shapes=((3, 256), (64, 2, 64)))]
     formats = {cache_groups(*with_states(spec))[0].format for spec in others} | {found.format}
-    with mock.patch.object(capabilities, "conv_state_layout", return_value="DS"):
-        formats.add(cache_groups(*with_states(states()))[0].format)
-    assert len(formats) == 4
+    for name in ("conv_state_layout", "device_type"):
+        with mock.patch.object(capabilities, name, return_value="another"):
+            formats.add(cache_groups(*with_states(states()))[0].format)
+    assert len(formats) == 5
 
 
 @pytest.mark.skipif(
@@ -153,21 +159,22 @@ def test_states_that_are_at_no_end_of_a_block_are_refused() -> None:
     refused = [
         ("kvlane needs 'align'", states("none"), None),
         ("has a drafter", states(), object()),
+        ("states of several kinds", mixed_states(), None),
     ]
     if "num_prefill_checkpoint_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}:
-        refused.append(("keep states inside blocks", states(num_prefill_checkpoint_blocks=1), None))
+        refused.append(("of tokens inside a step's chunk", states(num_prefill_checkpoint_blocks=1), None))
     for why, spec, drafter in refused:
         with pytest.raises(Unsupported, match=why):
             cache_groups(*with_states(spec, drafter))
 
 
 def test_where_vllm_takes_hits_that_states_do_not_have_the_engine_does_not_start() -> None:
-    """Up to 0.27, whatever the connector answers."""
+    """Up to 0.26, whatever the connector answers."""
     config, groups = with_states(states())
     if capabilities.reconciles_hybrid_hits():
         check_local_hits(config, groups)
-    with mock.patch.object(capabilities, "reconciles_hybrid_hits", return_value=False):
-        with pytest.raises(ValueError, match=r"use vLLM 0\.28 or newer, or --no-enable-prefix-caching"):
+    with mock.patch.object(capabilities, "hits_may_lack_states", return_value=True):
+        with pytest.raises(ValueError, match=r"use vLLM 0\.27 or newer, or --no-enable-prefix-caching"):
             check_local_hits(config, groups)
         check_local_hits(*with_states(states(), caching=False))
         full = groups.kv_cache_groups[1]

@@ -81,3 +81,4 @@ def test_a_state_counts_and_one_that_is_gone_or_fails_to_load_is_computed(
         fake.core.evict(key)
     engine.forget()
     assert engine.generate(prompt(3), 24) == (cold, 0)
+    assert engine.errors() == 0

@@ -21,6 +21,20 @@ def reconciles_hybrid_hits() -> bool:
     return hasattr(_base(), "supports_divergent_local_hybrid_hits")
 
 
+def hits_may_lack_states() -> bool:
+    """Whether, with a connector, local hits are those of the group with the longest one."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return not (reconciles_hybrid_hits() or hasattr(KVCacheManager, "get_computed_blocks_for_connector"))
+
+
+def device_type() -> str:
+    """Where the engine computes: cpu, cuda, ..."""
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type
+
+
 def conv_state_layout() -> str:
     """The order of the numbers in the convolution's part of a state."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout

@@ -51,17 +51,13 @@ class CacheGroup:
 
 def check_local_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """ValueError where vLLM's own prefix cache gives wrong answers as soon as there is a connector, whatever that does:
-    up to 0.27 it then takes the longest hit of any group, and a state-space layer may have none that long."""
+    up to 0.26 it then takes the longest hit of any group, and a state-space layer may have none that long."""
     groups = [_layers(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     has_states = len(groups) > 1 and any(hasattr(specs[0], "mamba_cache_mode") for specs in groups)
-    if (
-        has_states
-        and vllm_config.cache_config.enable_prefix_caching
-        and not capabilities.reconciles_hybrid_hits()
-    ):
+    if has_states and vllm_config.cache_config.enable_prefix_caching and capabilities.hits_may_lack_states():
         raise ValueError(
             "with any KV connector, this vLLM takes prefix hits that a model's state-space layers do not have, and "
-            "answers wrongly: use vLLM 0.28 or newer, or --no-enable-prefix-caching"
+            "answers wrongly: use vLLM 0.27 or newer, or --no-enable-prefix-caching"
         )
 
 
@@ -107,7 +103,7 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
         window = spec.attention_chunk_size
         window_blocks = max(1, -(-window // block))
     elif kind == STATE:
-        _check_state_space(vllm_config, spec)
+        _check_state_space(vllm_config, specs)
         window = window_blocks = 1
     elif kind not in ("full_attention", "mla_attention"):
         raise Unsupported(f"KV cache group {group_id} is of the kind {kind!r}, which kvlane does not know")
@@ -158,23 +154,26 @@ def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | N
     return found.pop() if len(found) == 1 else None
 
 
-def _check_state_space(vllm_config: VllmConfig, spec: KVCacheSpec) -> None:
-    mode = spec.mamba_cache_mode
+def _check_state_space(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> None:
+    mode = specs[0].mamba_cache_mode
     if mode not in ("align", "all"):
         raise Unsupported(
             f"mamba_cache_mode is {mode!r}; kvlane needs 'align', which keeps states at ends of blocks"
         )
     if not capabilities.reconciles_hybrid_hits():
         raise Unsupported("this vLLM shows connectors a local hit that its state-space layers do not have")
-    if mode == "align" and vllm_config.speculative_config is not None:
+    if vllm_config.speculative_config is not None:
         raise Unsupported(
             "the engine has a drafter beside state-space layers, whose states may be of rejected tokens"
         )
-    if getattr(spec, "num_prefill_checkpoint_blocks", 0):
-        raise Unsupported("the model's state-space layers keep states inside blocks")
+    if any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs):
+        raise Unsupported("the model's state-space layers also keep states of tokens inside a step's chunk")
+    if len({_state_format(spec) for spec in specs}) > 1:
+        raise Unsupported("the model's state-space layers have states of several kinds in a group")
 
 
 def _state_format(spec: KVCacheSpec) -> str:
-    """All that decides which number of a state lies where: vLLM shows it as bytes."""
+    """All that decides which number of a state lies where: vLLM shows it as bytes, and CPUs turn some around."""
     shapes = "; ".join("x".join(map(str, shape)) for shape in spec.shapes)
-    return f"{getattr(spec.mamba_type, 'name', spec.mamba_type)} {shapes} {capabilities.conv_state_layout()}"
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    return f"{kind} {shapes} {capabilities.conv_state_layout()} {capabilities.device_type()}"

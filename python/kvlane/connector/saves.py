@@ -272,7 +272,7 @@ def _block_if_intact(block: Block, raw_hash: bytes, group: CacheGroup, exact: bo
     """
     if block.is_null or block.ref_cnt == 0:
         return None
-    # A table's block may hold a state inside the block. One at its end has the hash.
+    # A table's block may hold a state inside the block. Only one at its end can have the hash.
     if group.kind != STATE and (exact or (group.window_blocks == 0 and block.block_hash is None)):
         return block
     expected = raw_hash + group.group_id.to_bytes(4, "big")
