@@ -81,6 +81,11 @@ class DaemonStore:
     def block_count(self) -> int:
         return int(self._tool.status()["blocks"])
 
+    def is_all_on_ssd(self) -> bool:
+        """Whether a kill loses nothing."""
+        status = self._tool.status()
+        return status["ssd_blocks"] >= status["blocks"]
+
     def drop_all(self) -> None:
         """Forget every block."""
         self.settle()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine import InProcessEngine, Make, prompt
+from processes import until
 from stores import DaemonStore, FakeStore
 from tiny_states_model import build_states_model
 
@@ -34,9 +36,16 @@ def group_of_states(engine: InProcessEngine) -> bytes:
     return shape.namespaces[0]
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DaemonStore]:
+    made = DaemonStore(tmp_path, "--ssd", f"{tmp_path / 'blocks'}:256mib")
+    yield made
+    made.close()
+
+
 def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, states_model: Path) -> None:
     """Prompts shorter than a block, a whole number of blocks, one token more, of several steps; and one that goes on
-    where another ended."""
+    where another ended. Warm, in an engine that was started again, and from the SSD after the daemon was, too."""
     engine = make(states_model, dtype="bfloat16", max_num_batched_tokens=256)
     group_of_states(engine)
     prompts = [prompt(length, length) for length in (95, 96, 97, 300, 384, 385, 700)]
@@ -44,13 +53,20 @@ def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, s
     assert len({tuple(answer) for answer in cold}) == len(cold)
     longer = prompts[3] + cold[3] + prompt(5, 150)
     answer_of_longer, _ = engine.generate(longer)
-    engine.forget()
+    asked = list(zip([*prompts, longer], [*cold, answer_of_longer], strict=True))
     store.settle()
-    for each, answer in zip([*prompts, longer], [*cold, answer_of_longer], strict=True):
-        warm, cached = engine.generate(each, len(answer))
-        assert warm == answer
-        assert cached == (len(each) - 1) // BLOCK * BLOCK
-    assert engine.errors() == 0
+    for restarted in (0, 1, 2):
+        if restarted == 2:
+            until("all is on the SSD", store.is_all_on_ssd)
+            store.restart()
+        if restarted:
+            engine = make(states_model, dtype="bfloat16", max_num_batched_tokens=256)
+        engine.forget()
+        for each, answer in asked:
+            warm, cached = engine.generate(each, len(answer))
+            assert warm == answer
+            assert cached == (len(each) - 1) // BLOCK * BLOCK
+        assert engine.errors() == 0
 
 
 def test_a_state_counts_and_one_that_is_gone_or_fails_to_load_is_computed(
