@@ -295,7 +295,7 @@ DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role
     const u32 units = p.sum_bytes / kUnit, parts = is_exact ? p.top_k : p.ranks;
     for (u32 token = group.first; token < p.tokens; token += group.step) {
         u32 own = p.slot[token * p.ranks + p.rank];
-        // Where its rows stand is not known then.
+        // Without room, nothing says where this rank's own rows stand.
         if (!is_exact && !has_own_rows(p)) own = kNowhere;
         const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
         char* out = p.out + static_cast<u64>(token) * p.sum_bytes;

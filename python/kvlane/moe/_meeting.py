@@ -30,6 +30,8 @@ _USER = struct.Struct("iii")
 _MARK = b"\1"
 _BYTES_MAX = 1 << 16
 _RETRY_S = 0.02
+_SILENT_MAX = 128
+"""Most connections that have not said a rank."""
 
 
 class Meeting:
@@ -137,6 +139,9 @@ class Meeting:
                     for each in ready:
                         if each is listener:
                             pending.append(listener.accept()[0])
+                            if len(pending) > _SILENT_MAX:
+                                pending.pop(0).close()
+                                break
                         elif isinstance(each, socket.socket):
                             pending.remove(each)
                             self._greet(each)
