@@ -13,7 +13,7 @@ from typing import Any
 
 
 def result_of(script: str, *arguments: str, log: Path) -> dict[str, Any]:
-    """What the script beside this file printed as its result."""
+    """What the script beside this file printed as its result. `log` gets all that it and vLLM printed."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     with log.open("w") as errors:
         engine = subprocess.Popen(
@@ -27,4 +27,7 @@ def result_of(script: str, *arguments: str, log: Path) -> dict[str, Any]:
                 os.killpg(engine.pid, signal.SIGKILL)
     results = [line for line in output.splitlines() if line.startswith("RESULT ")]
     assert engine.returncode == 0 and results, output[-4000:] + log.read_text()[-4000:]
+    # vLLM's own lines are among the output.
+    with log.open("a") as everything:
+        everything.write(output)
     return json.loads(results[0].removeprefix("RESULT "))

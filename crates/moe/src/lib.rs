@@ -24,9 +24,9 @@
 //! Combine has the number of its dispatch. A rank writes to another one only about tokens that came with that dispatch, which the
 //! other one sent after it had done with the second dispatch before.
 //!
-//! A rank that gets more rows than it has room for (in a masked layout, or on a GPU) receives the dispatch all the same. For each row it writes
-//! a refusal into the words that combine would write, and nothing else. So no rank falls out of step, and each one whose token
-//! came there learns of it when it waits for the sum.
+//! A rank that gets more rows than it has room for (in a masked layout, or on a GPU) receives the dispatch all the same. For each
+//! row it writes a refusal into the words that combine would write, and nothing else. So no rank falls out of step, and each one
+//! whose token came there learns of it when it waits for the sum.
 //!
 //! A rank whose process ends, that closes or that fails is noticed by those who wait for it. From then on every operation of
 //! theirs fails. A rank that has sent its part of a dispatch and cannot receive it fails, too: the others are one dispatch ahead.
