@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dispatch casts rows of bfloat16 to fp8, and gives scales by column",
     )
     gpus.add_argument("--eager", action="store_true", help="call by call, and not by CUDA graphs")
+    gpus.add_argument(
+        "--deepep",
+        action="store_true",
+        help="DeepEP's low-latency calls too, from the module deep_ep beside torch",
+    )
     gpus.add_argument("--num-sms", type=count, help="multiprocessors of a call at most (default: all)")
     add_out(parser)
 

@@ -27,6 +27,8 @@ _WARM_UP = 5
 # Longer than the host takes to enqueue a round: about 1 ms.
 _SLEEP_CYCLES = 2_000_000
 _SCALED = 128
+# NVSHMEM, over which DeepEP runs, looks for network cards unless it is told that there is one host.
+_OF_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 _TITLES = {
     "empty": "an empty kernel",
     "dispatch": "dispatch",
@@ -37,7 +39,17 @@ _TITLES = {
     "copy": "a copy of the rows of dispatch on the same GPU",
     "nccl-rows": "NCCL, the rows of dispatch",
     "nccl-sums": "NCCL, the rows of combine, reduced",
+    "deepep-dispatch": "DeepEP, low-latency dispatch",
+    "deepep-combine": "DeepEP, low-latency combine",
 }
+
+_BESIDE = (
+    ("dispatch", "nccl-rows"),
+    ("combine-reduced", "nccl-sums"),
+    ("dispatch", "copy"),
+    ("dispatch", "deepep-dispatch"),
+    ("combine", "deepep-combine"),
+)
 
 
 def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[str, Any]], Any]) -> Outcome:
@@ -48,6 +60,10 @@ def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[
     if not there:
         raise SystemExit("--device cuda needs a GPU that torch sees: torch.cuda.device_count() is 0")
     gpus = math.gcd(arguments.ranks, there)
+    if arguments.deepep and not 1 < gpus == arguments.ranks:
+        raise SystemExit(
+            f"--deepep needs a GPU for each of two ranks or more: {arguments.ranks} ranks, {there} GPUs"
+        )
     settings = vars(arguments) | {"run": None, "gpus": gpus, "draw": draw}
     with tempfile.TemporaryDirectory() as folder:
         settings["store"] = f"{folder}/store"
@@ -56,7 +72,7 @@ def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[
     for kind, times in found.items():
         figures.append(Figure(f"{_TITLES[kind]}, p50 of the slowest rank", statistics.median(times), "us"))
         figures.append(Figure(f"{_TITLES[kind]}, p99", sorted(times)[-1 - (len(times) - 1) // 100], "us"))
-    for ours, peer in (("dispatch", "nccl-rows"), ("combine-reduced", "nccl-sums"), ("dispatch", "copy")):
+    for ours, peer in _BESIDE:
         if ours in found and peer in found:
             ratio = statistics.median(found[ours]) / statistics.median(found[peer])
             figures.append(Figure(f"{_TITLES[ours]} / {_TITLES[peer]}", ratio))
@@ -161,6 +177,8 @@ class Rank:
     x: Any
     scales: Any
     ids: Any
+    wide_ids: Any
+    """The same of 64 bits, for DeepEP."""
     weights: Any
     y: Any
     drawn: list[Any]
@@ -232,7 +250,8 @@ def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any
         weights = torch.rand(tokens, top_k, device="cuda", generator=random)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         stream = torch.cuda.Stream()
-        ranks.append(Rank(all_to_all, stream, x, scales, drawn[0].clone(), weights, None, drawn, *events))
+        ids = drawn[0].clone()
+        ranks.append(Rank(all_to_all, stream, x, scales, ids, ids.long(), weights, None, drawn, *events))
     torch.cuda.synchronize()
     return ranks
 
@@ -248,6 +267,7 @@ def _rounds(
         for rank in ranks:
             with torch.cuda.stream(rank.stream):
                 rank.ids.copy_(rank.drawn[number % len(rank.drawn)])
+                rank.wide_ids.copy_(rank.ids)
         torch.cuda.synchronize()
         for name, call in calls.items():
             with torch.cuda.stream(gate):
@@ -375,4 +395,40 @@ def _peers(torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]) -
             dist.all_to_all_single(target, source, into, out)
 
         found[name] = exchange
+    if settings["deepep"]:
+        found |= _deepep(torch, dist, first, settings)
     return found
+
+
+def _deepep(torch: Any, dist: Any, rank: Rank, settings: dict[str, Any]) -> dict[str, Callable[[Rank], None]]:
+    """DeepEP's low-latency calls with the same ids. They cast rows of bfloat16 to fp8, and their layout is `masked`."""
+    for name, value in _OF_ONE_HOST.items():
+        os.environ.setdefault(name, value)
+    from deep_ep import Buffer  # pyright: ignore[reportMissingImports]
+
+    size, tokens, experts, hidden = (settings[name] for name in ("ranks", "tokens", "experts", "hidden"))
+    room = Buffer.get_low_latency_rdma_size_hint(tokens, hidden, size, experts)
+    buffer = Buffer(dist.group.WORLD, 0, room, low_latency_mode=True, num_qps_per_rank=experts // size)
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    y = torch.randn(experts // size, size * tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    handles: list[Any] = []
+
+    def dispatch(_: Rank) -> None:
+        handles[:] = [buffer.low_latency_dispatch(x, rank.wide_ids, tokens, experts)[2]]
+
+    def combine(_: Rank) -> None:
+        buffer.low_latency_combine(y, rank.wide_ids, rank.weights, handles[0])
+
+    calls = {"deepep-dispatch": dispatch, "deepep-combine": combine}
+    with torch.cuda.stream(rank.stream):
+        for call in calls.values():
+            call(rank)
+    torch.cuda.synchronize()
+    if settings["eager"]:
+        return calls
+    for name, call in calls.items():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=rank.stream):
+            call(rank)
+        rank.graphs[name] = graph
+    return {name: lambda rank, name=name: rank.graphs[name].replay() for name in calls}
