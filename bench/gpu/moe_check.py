@@ -170,9 +170,12 @@ def differences(wanted: tuple[Any, Any], found: tuple[Any, Any], layout: str) ->
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-    )
+    return one.shape == other.shape and torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # A dimension of one element may have any stride, and `contiguous` leaves it.
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def drawn(source: random.Random, sizes: dict[str, Any], tokens: int) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
     def draw(tokens: int) -> list[int]:
         return [source.randrange(100, vocabulary) for _ in range(tokens)]
 
-    prompts = [draw(300) for _ in range(6)]
+    prompts = [draw(300) for _ in range(4)]
+    begun = time.perf_counter()
+
+    def done(what: str) -> None:
+        report.say(f"{time.perf_counter() - begun:5.1f} s: {what}")
 
     async def answers() -> list[tuple[int, ...]]:
         found = []
         for number, prompt in enumerate(prompts):
             engine.rank = number % 2
-            found.append((await engine.answer(prompt, 24))[1])
+            found.append((await engine.answer(prompt, 16))[1])
+            done(f"answer {number + 1} of {len(prompts)}")
         engine.rank = None
         return found
 
@@ -75,6 +81,7 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         came = await asyncio.gather(
             *(engine.answer(draw(settings.tokens), settings.new_tokens) for _ in range(settings.running))
         )
+        done(f"round {number} of {settings.rounds}")
         # The first round is warm-up.
         if number > 0:
             tpot += [(times[-1] - times[0]) / (len(times) - 1) for times, _ in came]
@@ -178,13 +185,13 @@ def main() -> int:
     )
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="moe")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="that count, after one (default %(default)s)")
     parser.add_argument("--running", type=int, default=32, help="requests at a time (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--kv-cache-bytes", type=int, default=4_000_000_000)
     parser.add_argument("--gpu-memory", type=float, default=0.5)
-    parser.add_argument("--patience", type=float, default=180.0, help="seconds of an engine")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds of an engine")
     parser.add_argument("--out", type=Path, default=Path("out/moe-serve"))
     parser.add_argument("--engine", choices=sorted(BACKENDS), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
