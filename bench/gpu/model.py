@@ -177,6 +177,8 @@ def all_to_all_facts(worker: Any) -> tuple[list[str], int]:
 
     from kvlane.moe import AllToAll
 
+    # vLLM freezes what it has made, and frozen objects are not listed.
+    gc.unfreeze()
     objects = gc.get_objects()
     names = {type(each).__name__ for each in objects}
     ranks = [each for each in objects if isinstance(each, AllToAll)]

@@ -201,7 +201,9 @@ def main() -> int:
     if settings.engine:
         one(settings)
         return 0
+    hidden = ["engine", "result"]
     result = head("gpu moe serve", settings)
+    result |= {"settings": public(settings, hidden), "found": {}, "kvlane_to": {}}
     settings.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -210,9 +212,9 @@ def main() -> int:
                 found[engine] = parts
                 said = {name: value for name, value in parts.items() if name != "answers"}
                 report.say(f"{engine}: {said}")
-    hidden = ["engine", "result"]
-    result |= {"settings": public(settings, hidden), "found": found, "kvlane_to": compared(found)}
-    report.write_json(settings.out / "moe-serve.json", result)
+                # A run that is cut off leaves the engines that were measured.
+                result |= {"found": found, "kvlane_to": compared(found)}
+                report.write_json(settings.out / "moe-serve.json", result)
     print(json.dumps(result["kvlane_to"], indent=2))
     return 0 if controls_hold(found) else 1
 

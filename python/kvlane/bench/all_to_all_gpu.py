@@ -431,4 +431,5 @@ def _deepep(torch: Any, dist: Any, rank: Rank, settings: dict[str, Any]) -> dict
         with torch.cuda.graph(graph, stream=rank.stream):
             call(rank)
         rank.graphs[name] = graph
-    return {name: lambda rank, name=name: rank.graphs[name].replay() for name in calls}
+    # A call keeps what its graph reads and writes.
+    return {name: lambda rank, name=name, _=call: rank.graphs[name].replay() for name, call in calls.items()}
