@@ -172,6 +172,9 @@ class Worker:
         # Of each group, what its layout digest stands for, so that the daemon can compare it with others. One that is
         # beyond the daemon's bounds is not told.
         shards: Sequence[ShardLayout | None] | None = None,
+        # For each region of each group the place in the model of the first layer that reads it, or a later region of
+        # the group. Loads of several groups come in this order. None: in the order of regions.
+        layers: list[list[int]] | None = None,
         # When a load "when_near" is released: so many steps, and the milliseconds that other requests may wait for it,
         # before its predicted end.
         steps_ahead: float = 0.5,
@@ -200,9 +203,9 @@ class Worker:
     def outstanding_loads(self) -> list[int]:
         """Jobs of loads that were released and have not ended."""
 
-    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: int | None = None) -> None:
-        """Later work of the CUDA stream starts once this region (None: all) of these released loads is there. Does not
-        wait itself."""
+    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: tuple[int, int] | None = None) -> None:
+        """Later work of the CUDA stream starts once this region (its group and its number; None: all) of these released
+        loads is there. Does not wait itself."""
 
     def step_begins(self, computes: bool, present: bytes | None = None, gone: list[bytes] = ...) -> None:
         """The engine begins a step, which ends with the next `poll`, and may compute in it. The pool of a daemon that

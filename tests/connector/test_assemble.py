@@ -2,11 +2,14 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import window_group
+from tensors import Tensor
 
-from kvlane.connector.assemble import engine_id, group_name, holders
-from kvlane.connector.groups import Unsupported, cache_groups
+from kvlane.connector.assemble import awaited_regions, engine_id, group_name, holders
+from kvlane.connector.groups import STATE, Unsupported, cache_groups
+from kvlane.connector.layout import GroupLayout, group_layout, reading_order
 
 
 def config(engine: str, size: int, rank: int, **parallel: Any) -> Any:
@@ -39,3 +42,29 @@ def test_ranks_that_hold_the_same_blocks(shards: int | None, tensor: int, expect
 def test_context_parallel_engines_are_refused_with_the_reason() -> None:
     with pytest.raises(Unsupported, match="decode_context_parallel_size is 2"):
         cache_groups(config("e", 1, 0, decode_context_parallel_size=2), None)
+
+
+def layers(*numbers: int) -> list[str]:
+    return [f"model.layers.{number}.attn" for number in numbers]
+
+
+def apart(*numbers: int) -> GroupLayout:
+    """A region for each layer."""
+    caches = {name: Tensor(np.zeros((7, 4, 8), "int16")) for name in layers(*numbers)}
+    return group_layout(caches, caches, 7, {}, [0, 1, 1])
+
+
+def test_loads_come_in_the_order_in_which_the_model_reads_its_layers_whichever_groups_they_are_of() -> None:
+    window, full = apart(0, 1, 3, 4, 6, 9, 10), apart(2, 5, 11)
+    assert reading_order([full, window]) == [[2, 5, 9], [0, 1, 3, 4, 6, 7, 8]], "layers 7 and 8 have no cache"
+    memory = Tensor(np.zeros((7, 4, 8), "int16"))
+    shared = group_layout(dict.fromkeys(layers(0, 3), memory), layers(0, 3), 7, {}, [0, 1, 1])
+    assert reading_order([shared, apart(1, 2)]) == [[0], [1, 2]], "layer 3 reads what layer 0 has read"
+
+
+def test_a_step_waits_layer_by_layer_unless_the_model_keeps_states() -> None:
+    groups = [window_group(0, 0), window_group(1, 2)]
+    made = [apart(1), apart(0, 2)]
+    assert awaited_regions(groups, made) == dict(zip(layers(1, 0, 2), [(0, 0), (1, 0), (1, 1)], strict=True))
+    states = dataclasses.replace(groups[1], kind=STATE)
+    assert awaited_regions([groups[0], states], made) == {}

@@ -17,6 +17,9 @@ from kvlane.connector.stream import Stream
 from kvlane.connector.worker import WorkerSide
 
 LAYERS = [f"layers.{layer}" for layer in range(3)]
+# Of two groups: the last layer has full attention, the others have windows.
+REGIONS = dict(zip(LAYERS, [(1, 0), (1, 1), (0, 0)], strict=True))
+LAYER_BY_LAYER = [(77, region) for region in REGIONS.values()]
 
 
 class Core:
@@ -24,7 +27,7 @@ class Core:
 
     def __init__(self) -> None:
         self.loads: list[tuple[int, int, str]] = []  # (job, stream, release)
-        self.waits: list[tuple[int, int | None]] = []  # (stream, region)
+        self.waits: list[tuple[int, tuple[int, int] | None]] = []  # (stream, group and region)
         self.waited: list[list[int]] = []  # jobs
         self.outstanding: list[int] = []
         self.ends: list[Any] = []
@@ -48,7 +51,7 @@ class Core:
     def outstanding_loads(self) -> list[int]:
         return list(self.outstanding)
 
-    def wait_for_loads(self, stream: int, jobs: list[int], region: int | None = None) -> None:
+    def wait_for_loads(self, stream: int, jobs: list[int], region: tuple[int, int] | None = None) -> None:
         self.waits.append((stream, region))
         self.waited.append(list(jobs))
 
@@ -67,7 +70,7 @@ def worker(*, regions: bool = True, kinds: Sequence[str | None] = ()) -> tuple[W
     """A worker whose steps are of these kinds, one after the other; else full graphs."""
     core = Core()
     side = WorkerSide(0, Failures())
-    last_region = {name: index for index, name in enumerate(LAYERS)} if regions else {}
+    last_region = REGIONS if regions else {}
     kind = iter(kinds)
     side.attach(cast("WorkerCore", core), Stream(lambda: 77, last_region, step_kind=lambda: next(kind, None)))
     return side, core
@@ -112,7 +115,7 @@ def test_where_others_compute_a_load_is_released_when_it_is_near() -> None:
     assert step(side) == (set(), {1: JobEnd(1, ok=True)})
 
 
-def test_with_several_groups_nothing_is_released_before_its_end() -> None:
+def test_where_layers_cannot_wait_one_by_one_nothing_is_released_before_its_end() -> None:
     side, core = worker(regions=False)
     step(side, load(1), idle=True)
     assert core.loads == [(1, 77, "at_end")]
@@ -141,7 +144,7 @@ def test_each_layer_waits_for_its_own_part() -> None:
     step(side)  # every layer calls its hook: that can be relied on from now on
     release(side, core, 1)
     step(side)
-    assert core.waits == [(77, 0), (77, 1), (77, 2)]
+    assert core.waits == LAYER_BY_LAYER
     core.end(1, "load")
     step(side)
     core.waits.clear()
@@ -159,7 +162,7 @@ def test_a_kind_of_step_is_waited_for_as_a_whole_until_every_layer_was_seen_to_c
     step(side)
     assert core.waits == [(77, None)] * 2, "one layer was missing"
     step(side)
-    assert core.waits[2:] == [(77, 0), (77, 1), (77, 2)]
+    assert core.waits[2:] == LAYER_BY_LAYER
 
 
 def test_a_full_graph_waits_for_everything_whatever_other_steps_do() -> None:
@@ -169,7 +172,7 @@ def test_a_full_graph_waits_for_everything_whatever_other_steps_do() -> None:
     step(side, hooks=[])
     assert core.waits == [(77, None)]
     step(side)
-    assert core.waits[1:] == [(77, 0), (77, 1), (77, 2)]
+    assert core.waits[1:] == LAYER_BY_LAYER
 
 
 @pytest.mark.parametrize("kinds", [["NONE"] * 9, []])
@@ -197,7 +200,7 @@ def test_a_hook_that_is_left_out_is_told_and_such_steps_are_not_trusted_again() 
     step(side)
     release(side, core, 1)
     step(side, hooks=LAYERS[:1])
-    assert core.waits == [(77, 0)]
+    assert core.waits == LAYER_BY_LAYER[:1]
     stats = side.take_stats()
     assert stats is not None
     assert stats["errors"] == 1

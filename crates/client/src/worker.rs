@@ -136,16 +136,16 @@ impl Worker {
         self.shared.state.lock().outstanding.iter().map(|load| load.job).collect()
     }
 
-    /// Makes later work of `stream` wait until this region of these released loads has arrived; None is all regions. A step has to
-    /// wait for every load whose release the engine knew when it planned the step, not only for those of the step's requests,
-    /// because another request may have found their blocks, or own them by now.
+    /// Makes later work of `stream` wait until these released loads have brought a region, named by its group and its number;
+    /// None is all of them. A step has to wait for every load whose release the engine knew when it planned the step, not only
+    /// for those of the step's requests, because another request may have found their blocks, or own them by now.
     ///
     /// # Errors
     /// From the GPU's driver.
     pub fn wait_for_loads(
         &self,
         jobs: &[u64],
-        region: Option<u32>,
+        region: Option<(u32, u32)>,
         stream: &EngineStream,
     ) -> Result<(), GpuError> {
         let Some(gpu) = &self.gpu else { return Ok(()) };

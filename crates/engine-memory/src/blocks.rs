@@ -53,6 +53,8 @@ pub struct GroupMemory {
     slices: Vec<Vec<Region>>,
     /// Index of the slice that this rank saves.
     own: usize,
+    /// See [`read_by`](Self::read_by).
+    layers: Vec<u32>,
     shard_layout: Option<ShardLayout>,
 }
 
@@ -72,7 +74,27 @@ impl GroupMemory {
             1 => vec![regions.clone()],
             _ => slice(&regions, count)?,
         };
-        Ok(Self { namespace, layout, regions, slices, own: rank.slice_of(count), shard_layout: None })
+        Ok(Self {
+            namespace,
+            layout,
+            regions,
+            slices,
+            own: rank.slice_of(count),
+            layers: Vec::new(),
+            shard_layout: None,
+        })
+    }
+
+    /// Tells the order in which the model reads the regions, among those of all groups: for each region the place of the first
+    /// layer that reads it, or a later region of the group. Without it regions are read in their order.
+    #[must_use]
+    pub fn read_by(self, layers: Vec<u32>) -> Self {
+        Self { layers, ..self }
+    }
+
+    /// The place in the model of the layer that needs this region first.
+    pub fn layer_of(&self, region: usize) -> u32 {
+        self.layers.get(region).copied().unwrap_or(region as u32)
     }
 
     /// Adds a description of the shard's contents.

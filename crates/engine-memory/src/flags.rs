@@ -8,7 +8,15 @@
 //!                                  \                                           (cuStreamWaitValue32, in the stream)
 //!  daemon                           '-- layers 0-3, flag 0, layers 4-7, flag 1, ..., layers 28-31, flag 7 --> LoadResult
 //! ```
-//! The daemon copies 256 KiB of each block at a time, and the GPU writes a flag after each part.
+//! The daemon copies 256 KiB of each block at a time, and the GPU writes a flag after each part. A load of several groups goes
+//! by the model's layers, whichever group they belong to:
+//!
+//! ```text
+//!            layer 0   layer 1   layer 2   layer 3   layer 4   layer 5
+//!  full                                              region 0  region 1
+//!  window    region 0  region 1  region 2  region 3
+//!            '------ flag 0 ---' '------ flag 1 ---' '------ flag 2 ---'     region ends (full, window): 0 2, 0 4, 2 4
+//! ```
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -48,30 +56,45 @@ pub struct Flags {
     pub address: u64,
     /// Written into each word. A stream that waits for it also resumes at higher values.
     pub value: u32,
-    /// Flag i means that the block's first `region_ends[i]` regions have arrived.
-    region_ends: Vec<u32>,
-    /// The same ends counted in the regions of the block's slices, as the request names them.
+    /// The groups of the load, in its order.
+    groups: Vec<u32>,
+    /// For each flag, how many regions of each group have arrived then.
+    region_ends: Vec<Vec<u32>>,
+    /// The same, flag by flag, counted in the regions of the blocks' slices, as the request names them.
     pub ends_in_slices: Vec<u32>,
 }
 
 impl Flags {
-    /// `region_ends` ascends and is not empty.
-    pub fn new(address: u64, value: u32, region_ends: Vec<u32>, ends_in_slices: Vec<u32>) -> Self {
-        Self { address, value, region_ends, ends_in_slices }
+    /// `region_ends` ascends for each of `groups`, and is not empty.
+    pub fn new(
+        address: u64,
+        value: u32,
+        groups: Vec<u32>,
+        region_ends: Vec<Vec<u32>>,
+        ends_in_slices: Vec<u32>,
+    ) -> Self {
+        Self { address, value, groups, region_ends, ends_in_slices }
     }
 
-    /// Address of the flag that says that this region has arrived.
-    pub fn word_of(&self, region: u32) -> u64 {
-        let flag = self
-            .region_ends
-            .partition_point(|end| *end <= region)
-            .min(self.region_ends.len().saturating_sub(1));
-        self.address + WORD_BYTES * flag as u64
+    /// Address of the flag that says that this region of a group has arrived; None if the load has no blocks of the group.
+    pub fn word_of(&self, group: u32, region: u32) -> Option<u64> {
+        let place = self.groups.iter().position(|of| *of == group)?;
+        let flag = self.region_ends.partition_point(|ends| ends.get(place).is_some_and(|end| *end <= region));
+        Some(self.word(flag.min(self.region_ends.len().saturating_sub(1))))
+    }
+
+    /// Address of the flag that says that all has arrived.
+    pub fn last_word(&self) -> u64 {
+        self.word(self.region_ends.len().saturating_sub(1))
     }
 
     /// Addresses of all words.
     pub fn words(&self) -> impl Iterator<Item = u64> + '_ {
-        (0..self.region_ends.len() as u64).map(|index| self.address + WORD_BYTES * index)
+        (0..self.region_ends.len()).map(|flag| self.word(flag))
+    }
+
+    fn word(&self, flag: usize) -> u64 {
+        self.address + WORD_BYTES * flag as u64
     }
 }
 
@@ -107,27 +130,28 @@ pub struct LoadPart {
     pub flag: Option<Flag>,
 }
 
-/// The flags that a worker requests for a load of one group.
+/// The flags that a worker requests for a load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AskedFlags {
     /// Address of the first word; the others follow, 4 bytes each.
     pub address: u64,
     /// Written into every word. Streams that wait for it also resume at higher values.
     pub value: u32,
-    /// Flag i is written once the group's first `region_ends[i]` regions have arrived, counted over all its slices.
+    /// Flag i is written once the first `region_ends[i * n + g]` regions of group g of n have arrived, counted over all its
+    /// slices.
     pub region_ends: Vec<u32>,
 }
 
 /// Why a load cannot be cut into parts.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FlagsError {
-    /// There are too many flags, or their ends do not ascend to the last region.
-    #[error("flags after regions {region_ends:?} of {regions}")]
+    /// There are too many flags, or their ends do not ascend to the last region of each group.
+    #[error("flags after regions {region_ends:?} of {regions:?}")]
     RegionEnds {
         /// As in the request.
         region_ends: Vec<u32>,
-        /// Number of regions, over all slices.
-        regions: usize,
+        /// Number of regions of each group, over all slices.
+        regions: Vec<usize>,
     },
     /// The address of a flag overflows.
     #[error("a flag beyond the address space")]
@@ -137,46 +161,65 @@ pub enum FlagsError {
     Plan(#[from] PlanError),
 }
 
-/// Plans a load: the runs of a group's blocks, slice by slice, cut after each region that a flag follows.
+/// The blocks of one group of a load.
+#[derive(Debug)]
+pub struct GroupPlaces<'a> {
+    /// The regions of each slice of a block.
+    pub slices: &'a [Vec<Region>],
+    /// Where each slice of each block lies.
+    pub places: Vec<BlockOffsets>,
+}
+
+/// Plans a load: without flags the runs of each group's blocks, slice by slice; with flags those of all groups, cut after the
+/// regions that a flag follows.
 ///
 /// # Errors
 /// [`FlagsError`]; then nothing is planned.
 pub fn parts_of(
-    slices: &[Vec<Region>],
-    places: &[BlockOffsets],
+    groups: &[GroupPlaces<'_>],
     flags: Option<&AskedFlags>,
     pool: &Arc<Arena>,
 ) -> Result<Vec<LoadPart>, FlagsError> {
-    let regions: usize = slices.iter().map(Vec::len).sum();
+    let regions: Vec<usize> = groups.iter().map(|group| group.slices.iter().map(Vec::len).sum()).collect();
+    let mut parts = Vec::new();
     let Some(AskedFlags { address, value, region_ends }) = flags else {
-        return Ok(vec![LoadPart { runs: runs_of(slices, places, 0..regions, pool)?, flag: None }]);
+        for (group, regions) in groups.iter().zip(regions) {
+            let mut runs = Runs::none(pool);
+            extend(&mut runs, group, 0..regions)?;
+            parts.push(LoadPart { runs, flag: None });
+        }
+        return Ok(parts);
     };
-    let last = region_ends.last().map(|end| *end as usize);
-    if last != Some(regions) || region_ends.len() > FLAGS_ASKED_MAX || !region_ends.is_sorted() {
-        return Err(FlagsError::RegionEnds { region_ends: region_ends.clone(), regions });
+    let wrong = || FlagsError::RegionEnds { region_ends: region_ends.clone(), regions: regions.clone() };
+    let flags = region_ends.chunks_exact(groups.len().max(1));
+    let last = flags.clone().last().map(|ends| ends.iter().map(|end| *end as usize));
+    if !flags.remainder().is_empty()
+        || flags.len() > FLAGS_ASKED_MAX
+        || !last.is_some_and(|ends| ends.eq(regions.iter().copied()))
+    {
+        return Err(wrong());
     }
-    let mut parts = Vec::with_capacity(region_ends.len());
-    let mut first = 0;
-    for (index, &end) in (0u64..).zip(region_ends) {
-        let end = end as usize;
+    let mut begins = vec![0; groups.len()];
+    for (index, ends) in (0u64..).zip(flags) {
         let word = address.checked_add(index * WORD_BYTES).ok_or(FlagsError::Address)?;
-        let runs = runs_of(slices, places, first..end, pool)?;
+        let mut runs = Runs::none(pool);
+        for ((group, begin), end) in groups.iter().zip(&mut begins).zip(ends) {
+            let end = *end as usize;
+            if end < *begin {
+                return Err(wrong());
+            }
+            extend(&mut runs, group, *begin..end)?;
+            *begin = end;
+        }
         parts.push(LoadPart { runs, flag: Some(Flag { word, value: *value }) });
-        first = end;
     }
     Ok(parts)
 }
 
-/// The runs of these regions, counted over all slices.
-fn runs_of(
-    slices: &[Vec<Region>],
-    places: &[BlockOffsets],
-    wanted: Range<usize>,
-    pool: &Arc<Arena>,
-) -> Result<Runs, PlanError> {
-    let mut runs = Runs::none(pool);
+/// Adds the runs of these regions of a group, counted over all slices.
+fn extend(runs: &mut Runs, group: &GroupPlaces<'_>, wanted: Range<usize>) -> Result<(), PlanError> {
     let mut before = 0;
-    for (slice, places) in slices.iter().zip(places) {
+    for (slice, places) in group.slices.iter().zip(&group.places) {
         let inside = |region: usize| region.saturating_sub(before).min(slice.len());
         let (first, end) = (inside(wanted.start), inside(wanted.end));
         if first < end {
@@ -188,7 +231,7 @@ fn runs_of(
         }
         before += slice.len();
     }
-    Ok(runs)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -227,21 +270,57 @@ mod tests {
 
     #[test]
     fn parts_are_the_same_bytes_as_the_whole() {
-        let (regions, places) = ([layers(5)], [places(&[(3, 0), (1, 8192)])]);
+        let groups = [GroupPlaces { slices: &[layers(5)], places: vec![places(&[(3, 0), (1, 8192)])] }];
         let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 2, 5] };
-        let parts = parts_of(&regions, &places, Some(&flags), &pool()).unwrap();
+        let parts = parts_of(&groups, Some(&flags), &pool()).unwrap();
         let flagged: Vec<_> = parts.iter().map(|part| part.flag).collect();
         assert_eq!(flagged, [100, 104, 108].map(|word| Some(Flag { word, value: 7 })));
         assert_eq!(parts.iter().map(|part| part.runs.as_slice().len()).collect::<Vec<_>>(), [4, 0, 6]);
-        let whole = parts_of(&regions, &places, None, &pool()).unwrap().remove(0).runs.as_slice().to_vec();
+        let whole = parts_of(&groups, None, &pool()).unwrap().remove(0).runs.as_slice().to_vec();
         assert_eq!(
             sorted(parts.iter().flat_map(|part| part.runs.as_slice()).copied().collect()),
             sorted(whole)
         );
         for ends in [vec![], vec![4], vec![3, 2, 5], vec![6]] {
             let flags = AskedFlags { region_ends: ends, ..flags.clone() };
-            assert!(parts_of(&regions, &places, Some(&flags), &pool()).is_err());
+            assert!(parts_of(&groups, Some(&flags), &pool()).is_err());
         }
+    }
+
+    #[test]
+    fn parts_of_several_groups_go_by_flags_and_not_by_groups() {
+        let (full, window) = ([layers(2)], [layers(4)]);
+        let groups = [
+            GroupPlaces { slices: &full, places: vec![places(&[(3, 0), (1, 8192)])] },
+            GroupPlaces { slices: &window, places: vec![places(&[(6, 16384)])] },
+        ];
+        let asked =
+            |region_ends: &[u32]| AskedFlags { address: 100, value: 7, region_ends: region_ends.to_vec() };
+        let parts = parts_of(&groups, Some(&asked(&[0, 2, 1, 2, 2, 4])), &pool()).unwrap();
+        let engine = |part: &LoadPart| -> Vec<u64> {
+            sorted(part.runs.as_slice().to_vec()).iter().map(|run| run.engine_addr).collect()
+        };
+        let at = |layer: u64, block: u64| 0x10000 * (layer + 1) + 1024 * block;
+        assert_eq!(engine(&parts[0]), [at(0, 6), at(1, 6)]);
+        assert_eq!(engine(&parts[1]), [at(0, 1), at(0, 3)]);
+        assert_eq!(engine(&parts[2]), [at(1, 1), at(1, 3), at(2, 6), at(3, 6)]);
+        assert_eq!(parts_of(&groups, None, &pool()).unwrap().len(), 2, "a part for each group");
+        for ends in [vec![2, 4, 2], vec![2, 3], vec![1, 3, 0, 4, 2, 4], vec![1, 4], vec![]] {
+            assert!(parts_of(&groups, Some(&asked(&ends)), &pool()).is_err(), "{ends:?}");
+        }
+    }
+
+    #[test]
+    fn a_region_has_come_with_the_first_flag_that_counts_it() {
+        let ends = vec![vec![0, 2], vec![0, 4], vec![2, 4]];
+        let flags = Flags::new(0x1000, 7, vec![3, 5], ends, vec![0, 2, 0, 4, 2, 4]);
+        let words = |group, regions: &[u32]| -> Vec<_> {
+            regions.iter().map(|region| flags.word_of(group, *region).map(|word| word - 0x1000)).collect()
+        };
+        assert_eq!(words(5, &[0, 1, 2, 3, u32::MAX]), [0, 0, 4, 4, 8].map(Some));
+        assert_eq!(words(3, &[0, 1]), [8, 8].map(Some));
+        assert_eq!(words(4, &[0]), [None], "the load has no blocks of this group");
+        assert_eq!((flags.last_word(), flags.words().count()), (0x1008, 3));
     }
 
     #[test]
@@ -266,10 +345,10 @@ mod tests {
         // 2560 bytes each: two layers and a half.
         let slices = slice(&layers, 2).unwrap();
         assert_eq!(slices.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3]);
-        let places = [places(&[(3, 0), (1, 4096)]), places(&[(3, 40960), (1, 8192)])];
+        let places = vec![places(&[(3, 0), (1, 4096)]), places(&[(3, 40960), (1, 8192)])];
         // After layer 1, and after layer 3, of which there are two halves before.
         let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 5, 6] };
-        let parts = parts_of(&slices, &places, Some(&flags), &pool()).unwrap();
+        let parts = parts_of(&[GroupPlaces { slices: &slices, places }], Some(&flags), &pool()).unwrap();
         let layers_of = |part: &LoadPart| -> Vec<(u64, u64)> {
             sorted(part.runs.as_slice().to_vec()).iter().map(|run| (run.engine_addr >> 16, run.len)).collect()
         };

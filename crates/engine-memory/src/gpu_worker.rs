@@ -96,16 +96,26 @@ impl WorkerGpu {
         self.fence.address() + FLAGS_OFFSET
     }
 
-    /// Makes later work of `stream` wait until this region of a load has arrived; None is all regions.
+    /// Makes later work of `stream` wait until this region of a group has arrived; None is all of the load. A load without
+    /// blocks of the group is not waited for.
     ///
     /// # Errors
     /// From the driver.
     ///
     /// # Panics
     /// If the flags are another worker's.
-    pub fn hold_up(&self, stream: &EngineStream, flags: &Flags, region: Option<u32>) -> Result<(), GpuError> {
+    pub fn hold_up(
+        &self,
+        stream: &EngineStream,
+        flags: &Flags,
+        region: Option<(u32, u32)>,
+    ) -> Result<(), GpuError> {
+        let word = match region {
+            Some((group, region)) => flags.word_of(group, region),
+            None => Some(flags.last_word()),
+        };
+        let Some(word) = word.map(|word| self.own_word(word)) else { return Ok(()) };
         let (driver, device) = self.gpu.raw();
-        let word = self.own_word(flags.word_of(region.unwrap_or(u32::MAX)));
         // SAFETY: the stream lives; the word is ours and lives as long as this.
         unsafe { driver.wait_word(device, stream.raw(), word, flags.value) }
     }

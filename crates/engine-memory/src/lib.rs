@@ -55,7 +55,8 @@ pub use chunks::SharedChunks;
 pub use exported::{Allocation, ChunkShare, Exported};
 pub use fence::{FENCE_BYTES, FenceValue};
 pub use flags::{
-    AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, LoadPart, parts_of, word_address,
+    AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, GroupPlaces, LoadPart, parts_of,
+    word_address,
 };
 pub use gpu_daemon::{GpuCopyError, GpuMemory, Member};
 pub use gpu_pool::Gpus;

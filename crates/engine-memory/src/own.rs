@@ -18,6 +18,7 @@ use crate::runs::{PlanError, plan_inside};
 pub struct OwnBlocks {
     groups: Vec<WorkerGroupSpec>,
     layouts: Vec<Option<ShardLayout>>,
+    layers: Vec<Vec<u32>>,
     gpu: Option<Arc<WorkerGpu>>,
 }
 
@@ -29,13 +30,19 @@ impl OwnBlocks {
     /// [`OwnCopies`] made from them are dropped. From the call that names them to the end of their job, the blocks of a save do
     /// not change, and nothing else uses the blocks of a load.
     pub unsafe fn new(groups: Vec<WorkerGroupSpec>, gpu: Option<Arc<WorkerGpu>>) -> Self {
-        Self { groups, layouts: Vec::new(), gpu }
+        Self { groups, layouts: Vec::new(), layers: Vec::new(), gpu }
     }
 
     /// Adds descriptions of the groups' shards, in the order of the groups; None for a group without one.
     #[must_use]
     pub fn described(self, layouts: Vec<Option<ShardLayout>>) -> Self {
         Self { layouts, ..self }
+    }
+
+    /// Tells for each group in which order the model reads its regions: see [`GroupMemory::read_by`].
+    #[must_use]
+    pub fn read_by(self, layers: Vec<Vec<u32>>) -> Self {
+        Self { layers, ..self }
     }
 
     /// As given to [`new`](Self::new).
@@ -54,10 +61,11 @@ impl OwnBlocks {
     /// [`LayoutError`] if a region is inconsistent, or the blocks are too small to be sliced.
     pub fn of_rank(&self, rank: Rank) -> Result<OwnCopies, LayoutError> {
         let layouts = self.layouts.iter().cloned().chain(std::iter::repeat(None));
-        let group = |(spec, layout): (&WorkerGroupSpec, _)| {
-            Ok(GroupMemory::new(spec.clone(), rank)?.described(layout))
+        let layers = self.layers.iter().cloned().chain(std::iter::repeat(Vec::new()));
+        let group = |((spec, layout), layers): ((&WorkerGroupSpec, _), _)| {
+            Ok(GroupMemory::new(spec.clone(), rank)?.described(layout).read_by(layers))
         };
-        let groups = self.groups.iter().zip(layouts).map(group);
+        let groups = self.groups.iter().zip(layouts).zip(layers).map(group);
         Ok(OwnCopies { groups: groups.collect::<Result<_, _>>()?, gpu: self.gpu.clone() })
     }
 }

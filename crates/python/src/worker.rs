@@ -84,7 +84,7 @@ pub(crate) struct PyWorker(Own<RwLock<Worker>>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None, shards = None, steps_ahead = 0.5, load_stall_ms = 0.0))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None, shards = None, layers = None, steps_ahead = 0.5, load_stall_ms = 0.0))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -100,6 +100,7 @@ impl PyWorker {
         replicas: Option<Vec<u32>>,
         daemon_user: Option<&str>,
         shards: Option<Vec<Option<PyShardLayout>>>,
+        layers: Option<Vec<Vec<u32>>>,
         steps_ahead: f64,
         load_stall_ms: f64,
     ) -> PyResult<Self> {
@@ -112,6 +113,12 @@ impl PyWorker {
             return Err(value_error(message));
         }
         let shards = shard_layouts(shards, groups.len())?;
+        let layers = layers.unwrap_or_default();
+        let of_regions = |(regions, layers): (&Vec<PyRegion>, &Vec<u32>)| regions.len() == layers.len();
+        let regions = groups.iter().map(|(_, _, regions)| regions);
+        if !layers.is_empty() && (layers.len() != groups.len() || !regions.zip(&layers).all(of_regions)) {
+            return Err(value_error("layers needs a number for each region of each group".into()));
+        }
         let groups: Vec<WorkerGroupSpec> = groups
             .into_iter()
             .zip(replicas)
@@ -145,7 +152,7 @@ impl PyWorker {
         };
         // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
         // this worker; `_core.pyi` says so.
-        let blocks = unsafe { OwnBlocks::new(groups, gpu) }.described(shards);
+        let blocks = unsafe { OwnBlocks::new(groups, gpu) }.described(shards).read_by(layers);
         let options = WorkerOptions {
             address: self::address(address.as_deref())?,
             daemon_user: self::daemon_user(daemon_user)?,
@@ -244,7 +251,7 @@ impl PyWorker {
     }
 
     #[pyo3(signature = (stream, jobs, region = None))]
-    fn wait_for_loads(&self, stream: u64, jobs: Vec<u64>, region: Option<u32>) -> PyResult<()> {
+    fn wait_for_loads(&self, stream: u64, jobs: Vec<u64>, region: Option<(u32, u32)>) -> PyResult<()> {
         let waited = self.0.get()?.read().wait_for_loads(&jobs, region, &engine_stream(stream));
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }

@@ -16,10 +16,17 @@ from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.direct import Direct, the_group
-from kvlane.connector.groups import CacheGroup, Unsupported, block_bytes, cache_groups, keeps_tokens_apart
+from kvlane.connector.groups import (
+    STATE,
+    CacheGroup,
+    Unsupported,
+    block_bytes,
+    cache_groups,
+    keeps_tokens_apart,
+)
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
-from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
+from kvlane.connector.layout import GroupLayout, group_layout, layer_hints, reading_order
 from kvlane.connector.namespace import (
     adapters_meaning,
     crosses_hosts,
@@ -188,8 +195,7 @@ def build_worker_core(
     described = []
     shards = []
     replicas = []
-    layouts = []
-    last_region: dict[str, int] = {}
+    layouts: list[GroupLayout] = []
     for namespace, group in zip(namespaces, groups, strict=True):
         layout = group_layout(
             kv_caches,
@@ -204,10 +210,10 @@ def build_worker_core(
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
         shards.append(layout.shard)
-        layouts.append(layout.digest)
+        layouts.append(layout)
         _tell_layout(parallel.rank, group, layout, settings)
         replicas.append(layout.replicas)
-        last_region = layout.last_region
+    digests = [layout.digest for layout in layouts]
     if device is not None:
         with unbound():
             core = open_core(settings.address).Worker(
@@ -221,12 +227,12 @@ def build_worker_core(
                 replicas=replicas,
                 daemon_user=settings.daemon_user,
                 shards=shards,
+                layers=reading_order(layouts),
                 steps_ahead=capabilities.steps_ahead(vllm_config),
                 load_stall_ms=settings.load_stall_ms,
             )
-        # Flags are written for the regions of one group.
-        regions = last_region if len(groups) == 1 else {}
-        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas, layouts
+        stream = Stream(compute_stream(device), awaited_regions(groups, layouts), capabilities.step_kind)
+        return core, stream, replicas, digests
     with unbound():
         core = open_core(settings.address).Worker(
             settings.address,
@@ -240,7 +246,19 @@ def build_worker_core(
             daemon_user=settings.daemon_user,
             shards=shards,
         )
-    return core, None, replicas, layouts
+    return core, None, replicas, digests
+
+
+def awaited_regions(groups: list[CacheGroup], layouts: list[GroupLayout]) -> dict[str, tuple[int, int]]:
+    """The group and the number of the last region that each layer reads; empty where a step cannot wait layer by layer.
+    vLLM reads and copies states before it calls the connector, so a load with states has to be there by then."""
+    if any(group.kind == STATE for group in groups):
+        return {}
+    return {
+        name: (group.index, region)
+        for group, layout in zip(groups, layouts, strict=True)
+        for name, region in layout.last_region.items()
+    }
 
 
 def _facts(

@@ -148,6 +148,23 @@ def group_layout(
     )
 
 
+def reading_order(layouts: Sequence[GroupLayout]) -> list[list[int]]:
+    """For each region of each group the place, among all layers, of the first one that reads it or a later region of
+    its group. Layers are read in the order of the numbers in their names."""
+    order = sorted((name for layout in layouts for name in layout.last_region), key=natural_order)
+    places = {name: place for place, name in enumerate(order)}
+    found = []
+    for layout in layouts:
+        first = [len(order)] * len(layout.regions)
+        for name, region in layout.last_region.items():
+            first[region] = min(first[region], places[name])
+        # A layer that reads a region has read those before it.
+        for region in range(len(first) - 1, 0, -1):
+            first[region - 1] = min(first[region - 1], first[region])
+        found.append(first)
+    return found
+
+
 def run_lengths(regions: Iterable[Region], blocks: Iterable[int] = (0,)) -> list[int]:
     """The lengths of the contiguous runs in which blocks are copied, if their extents follow each other in the pool.
     Adjacent pieces make one run. The core's `plan` cuts runs the same way; both have the same test cases."""

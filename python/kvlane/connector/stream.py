@@ -12,8 +12,8 @@ class Stream:
 
     handle: Callable[[], int]
     """Returns the handle of the stream that the calling thread computes in."""
-    last_region: dict[str, int]
-    """The last region that each layer reads; empty if loads cannot be awaited in parts."""
+    last_region: dict[str, tuple[int, int]]
+    """The last region that each layer reads: its group and its number. Empty if loads cannot be awaited in parts."""
     step_kind: Callable[[], str | None]
     """How vLLM runs the forward pass of the step that begins. None if layers do not call their hooks, as in a full CUDA
     graph. Steps of one kind call the same hooks."""

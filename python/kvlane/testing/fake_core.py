@@ -90,6 +90,7 @@ class FakeCore:
         replicas: list[int] | None = None,
         daemon_user: str | None = None,
         shards: Sequence[ShardLayout | None] | None = None,
+        layers: list[list[int]] | None = None,
         steps_ahead: float = 0.5,
         load_stall_ms: float = 0.0,
     ) -> FakeWorker:
@@ -97,6 +98,7 @@ class FakeCore:
         assert 0 <= rank < workers, f"rank {rank} of {workers} workers"
         replicas = replicas or [1] * len(groups)
         assert shards is None or len(shards) == len(groups)
+        assert layers is None or [len(each) for each in layers] == [len(regions) for _, _, regions in groups]
         assert len(replicas) == len(groups) and all(workers % each == 0 for each in replicas)
         engine = self.engines.setdefault(engine_id, OpenEngine())
         assert not engine.ranks or engine.replicas == replicas, "ranks that share blocks must agree"

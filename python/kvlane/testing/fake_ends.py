@@ -223,7 +223,7 @@ class FakeWorker:
         # A load that came before its boot was reported gone is still carried out.
         self._loads.append((job, b"" if boot in self._gone else boot, groups))
 
-    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: int | None = None) -> None:
+    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: tuple[int, int] | None = None) -> None:
         """No load is released before its end."""
 
     def step_begins(self, computes: bool, present: bytes | None = None, gone: Sequence[bytes] = ()) -> None:

@@ -74,6 +74,6 @@ fn a_worker_writes_fence_and_flags_into_gpu_memory_where_the_daemon_looks() {
     let first = word_address(worker.first_flag(), EVENTS - 1, 0);
     assert_eq!(first, base + 65536 + 1024 * 255);
     assert_eq!((word(65536), word(326_656), word(326_660)), (0, 0, 0));
-    worker.write_flags(&Flags::new(first, 7, vec![1, 2], vec![1, 2]));
+    worker.write_flags(&Flags::new(first, 7, vec![0], vec![vec![1], vec![2]], vec![1, 2]));
     assert_eq!((word(65536), word(326_656), word(326_660), word(326_664)), (0, 7, 7, 0));
 }

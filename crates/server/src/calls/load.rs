@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kvlane_block::{BlockId, Rank, Region, shard_bytes};
 use kvlane_engine_memory::{
-    AskedFlags, BlockOffsets, FlagsError, GpuCopyError, GpuMemory, Member, PeerBlocks, Seat, parts_of,
+    AskedFlags, BlockOffsets, FlagsError, GpuCopyError, GpuMemory, GroupPlaces, Member, PeerBlocks, Seat,
+    parts_of,
 };
 use kvlane_memory::PoolPage;
 use kvlane_proto::v1::{self, reply::Body as Answer};
@@ -28,8 +29,6 @@ pub(crate) fn load(context: &Context<'_>, load: &v1::Load) -> Result<Answer, Ref
 /// Why a load is malformed, or its copy failed.
 #[derive(Debug, Error)]
 enum LoadError {
-    #[error("a load with flags has one group, not {0}")]
-    SeveralGroupsWithFlags(usize),
     #[error("group {group} does not exist: the worker has {groups}")]
     NoSuchGroup { group: u32, groups: usize },
     #[error("{blocks} block ids of {slices} slices came with {pages} pages")]
@@ -57,16 +56,13 @@ fn copy_in(
     memory: &Arc<GpuMemory>,
     load: &v1::Load,
 ) -> Result<v1::LoadResult, LoadError> {
-    if load.flags.is_some() && load.groups.len() != 1 {
-        return Err(LoadError::SeveralGroupsWithFlags(load.groups.len()));
-    }
     let flags = load.flags.as_ref().map(|flags| AskedFlags {
         address: flags.address,
         value: flags.value,
         region_ends: flags.region_ends.clone(),
     });
     let mut result = v1::LoadResult::default();
-    let mut parts = Vec::new();
+    let mut groups = Vec::with_capacity(load.groups.len());
     for group in &load.groups {
         let slices = slices
             .get(group.group as usize)
@@ -89,9 +85,10 @@ fn copy_in(
             offsets.push(ids.zip(pages.map(PoolPage::offset)).collect());
             result.bytes += blocks as u64 * slice_bytes;
         }
-        parts.extend(parts_of(slices, &offsets, flags.as_ref(), &shared.arena)?);
+        groups.push(GroupPlaces { slices, places: offsets });
         result.blocks += blocks as u64;
     }
+    let parts = parts_of(&groups, flags.as_ref(), &shared.arena)?;
     let ranks = ranks_that_share(slices, &load.groups);
     let seat = memory.may_share(result.bytes, ranks).then(|| Seat {
         engine_id: engine_id.to_owned(),

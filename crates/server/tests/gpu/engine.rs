@@ -277,7 +277,7 @@ impl GpuEngine {
     /// The stream goes on when a region of all released loads is there; None is all regions.
     pub fn wait_for_loads(&self, region: Option<u32>) {
         let jobs = self.worker.outstanding_loads();
-        self.worker.wait_for_loads(&jobs, region, &self.engine_stream()).unwrap();
+        self.worker.wait_for_loads(&jobs, region.map(|region| (0, region)), &self.engine_stream()).unwrap();
     }
 
     fn engine_stream(&self) -> EngineStream {

@@ -15,5 +15,6 @@ mod faults;
 mod kills;
 mod loads;
 mod process;
+mod several_groups;
 #[path = "../support/mod.rs"]
 mod support;

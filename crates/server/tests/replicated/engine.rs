@@ -179,7 +179,7 @@ impl Rank {
     /// Has the rank's stream wait for a region of all released loads.
     pub fn wait_for_loads(&self, region: Option<u32>) {
         let jobs = self.worker.outstanding_loads();
-        self.worker.wait_for_loads(&jobs, region, &self.memory.stream()).unwrap();
+        self.worker.wait_for_loads(&jobs, region.map(|region| (0, region)), &self.memory.stream()).unwrap();
     }
 
     /// Computes blocks of a prompt and saves them.

@@ -85,18 +85,29 @@ pub fn group(regions: Vec<Region>) -> Vec<WorkerGroupSpec> {
 
 /// The scheduler of such an engine.
 pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Scheduler {
+    scheduler_of(address, id, lookup_timeout, &[([3; 16], 0)])
+}
+
+/// The scheduler of an engine with groups of these namespaces and windows, in blocks.
+pub fn scheduler_of(
+    address: &Address,
+    id: &str,
+    lookup_timeout: Duration,
+    groups: &[([u8; 16], u32)],
+) -> Scheduler {
+    let group = |&(namespace, window_blocks): &([u8; 16], u32)| GroupSpec {
+        namespace,
+        name: "test".into(),
+        tokens_per_block: TOKENS,
+        window_blocks,
+        crosses_hosts: false,
+    };
     Scheduler::new(SchedulerOptions {
         address: address.clone(),
         daemon_user: DaemonUser::default(),
         engine_id: id.into(),
         client: "test".into(),
-        groups: vec![GroupSpec {
-            namespace: [3; 16],
-            name: "test".into(),
-            tokens_per_block: TOKENS,
-            window_blocks: 0,
-            crosses_hosts: false,
-        }],
+        groups: groups.iter().map(group).collect(),
         workers: 1,
         lookup_timeout,
         follows_journal: true,

@@ -87,7 +87,7 @@ class LoadWorker(WorkerKind):
         # An unknown layer waits for all regions.
         self._hold_up(self._shared.stream.last_region.get(layer_name))
 
-    def _hold_up(self, region: int | None) -> None:
+    def _hold_up(self, region: tuple[int, int] | None) -> None:
         core, stream = self._shared.core, self._shared.stream
         assert core is not None and stream is not None
         try:

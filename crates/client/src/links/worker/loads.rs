@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     boot::BootId,
-    jobs::{Copied, Finished, Job, Release, SaveMethod, Work},
+    jobs::{Copied, Finished, Job, LoadGroup, Release, SaveMethod, Work},
 };
 
 /// How long after the end of a connection the blocks of its loads may still be written. A daemon that dies takes its GPU work
@@ -61,11 +61,13 @@ impl WorkerLink {
             self.loads.insert(key, load);
             return self.settle(key, now, actions);
         }
-        // Only a load of one group has flags; a load of several groups is waited for as a whole.
-        let flags = match (release, &groups[..], job.event, &mut self.options.card) {
-            (Release::WhenNear | Release::AtOnce, [group], Some(event), Some(Card { flags, .. })) => {
-                let memory = self.options.groups.get(group.group as usize);
-                memory.and_then(|memory| flags.next(event, memory))
+        let flags = match (release, job.event, &mut self.options.card) {
+            (Release::WhenNear | Release::AtOnce, Some(event), Some(Card { flags, .. })) => {
+                let memory = |group: &LoadGroup| {
+                    self.options.groups.get(group.group as usize).map(|memory| (group.group, memory))
+                };
+                let memories: Option<Vec<_>> = groups.iter().map(memory).collect();
+                memories.and_then(|memories| flags.next(event, &memories))
             }
             _ => None,
         };
