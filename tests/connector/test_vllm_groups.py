@@ -135,7 +135,7 @@ def with_states(spec: Any, drafter: object = None, caching: bool = True) -> tupl
         speculative_config=drafter,
     )
     groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["b"], full)]
-    return config, SimpleNamespace(kv_cache_groups=groups)
+    return config, SimpleNamespace(kv_cache_groups=groups, hash_block_size=96)
 
 
 @pytest.mark.skipif(
@@ -162,10 +162,14 @@ def test_states_that_are_at_no_end_of_a_block_are_refused() -> None:
         ("states of several kinds", mixed_states(), None),
     ]
     if "num_prefill_checkpoint_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}:
-        refused.append(("of tokens inside a step's chunk", states(num_prefill_checkpoint_blocks=1), None))
+        spec = states(num_prefill_checkpoint_blocks=1)
+        assert cache_groups(*with_states(spec))[0].kind == STATE
+        refused.append(("prefix_match_unit is smaller", spec, None))
     for why, spec, drafter in refused:
+        config, groups = with_states(spec, drafter)
+        groups.hash_block_size = 48
         with pytest.raises(Unsupported, match=why):
-            cache_groups(*with_states(spec, drafter))
+            cache_groups(config, groups)
 
 
 def test_where_vllm_takes_hits_that_states_do_not_have_the_engine_does_not_start() -> None:

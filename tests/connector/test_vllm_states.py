@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine import InProcessEngine, Make, prompt
 from processes import until
 from stores import DaemonStore, FakeStore
-from tiny_states_model import build_states_model
+from tiny_states_model import build_mamba_model, build_states_model
 
 from kvlane.connector import capabilities
-
-# vLLM makes a block of attention as large as a state.
-BLOCK = 96
 
 pytestmark = pytest.mark.skipif(
     not capabilities.reports_failed_requests(), reason="this vLLM cannot be told of a failed load"
 )
 
 
-@pytest.fixture(scope="module")
-def states_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_states_model(tmp_path_factory.mktemp("states"))
+@dataclass
+class Model:
+    path: Path
+    block: int
+    """vLLM makes a block of attention as large as a state."""
+    options: dict[str, Any]
 
 
-def group_of_states(engine: InProcessEngine) -> bytes:
+@pytest.fixture(scope="module", params=["qwen3_next", "granite4"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen3_next":
+        options = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+        return Model(build_states_model(path), 96, options)
+    return Model(build_mamba_model(path), 32, {"max_num_batched_tokens": 32, "enable_prefix_caching": True})
+
+
+def group_of_states(engine: InProcessEngine, model: Model) -> bytes:
     """Its namespace."""
     shape = engine.connector._scheduler._shape
     assert [(group.kind, group.tokens_per_block, group.window_blocks) for group in shape.groups] == [
-        ("mamba", BLOCK, 1),
-        ("full_attention", BLOCK, 0),
+        ("mamba", model.block, 1),
+        ("full_attention", model.block, 0),
     ]
     return shape.namespaces[0]
 
@@ -43,11 +54,11 @@ def store(tmp_path: Path) -> Iterator[DaemonStore]:
     made.close()
 
 
-def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, states_model: Path) -> None:
+def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, model: Model) -> None:
     """Prompts shorter than a block, a whole number of blocks, one token more, of several steps; and one that goes on
     where another ended. Warm, in an engine that was started again, and from the SSD after the daemon was, too."""
-    engine = make(states_model, dtype="bfloat16", max_num_batched_tokens=256)
-    group_of_states(engine)
+    engine = make(model.path, **model.options)
+    group_of_states(engine, model)
     prompts = [prompt(length, length) for length in (95, 96, 97, 300, 384, 385, 700)]
     cold = [engine.generate(each, 24)[0] for each in prompts]
     assert len({tuple(answer) for answer in cold}) == len(cold)
@@ -60,20 +71,20 @@ def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, s
             until("all is on the SSD", store.is_all_on_ssd)
             store.restart()
         if restarted:
-            engine = make(states_model, dtype="bfloat16", max_num_batched_tokens=256)
+            engine = make(model.path, **model.options)
         engine.forget()
         for each, answer in asked:
             warm, cached = engine.generate(each, len(answer))
             assert warm == answer
-            assert cached == (len(each) - 1) // BLOCK * BLOCK
+            assert cached == (len(each) - 1) // model.block * model.block
         assert engine.errors() == 0
 
 
 def test_a_state_counts_and_one_that_is_gone_or_fails_to_load_is_computed(
-    make_on_fake: Make, fake: FakeStore, states_model: Path
+    make_on_fake: Make, fake: FakeStore, model: Model
 ) -> None:
-    engine = make_on_fake(states_model, dtype="bfloat16", policy="recompute")
-    namespace = group_of_states(engine)
+    engine = make_on_fake(model.path, policy="recompute", **model.options)
+    namespace = group_of_states(engine, model)
     cold, _ = engine.generate(prompt(3), 24)
     engine.forget()
     fake.core.fail_loads = True
@@ -83,7 +94,7 @@ def test_a_state_counts_and_one_that_is_gone_or_fails_to_load_is_computed(
     engine.forget()
     assert engine.generate(prompt(3), 24) == (cold, 288)
     states = [key for key in fake.core.blocks if key[0] == namespace]
-    assert 1 <= len(states) < 300 // BLOCK
+    assert 1 <= len(states) < 300 // model.block
     # The control: with other states the answer is another one.
     pages = fake.core.pages[fake.core.boot]
     for key in states:

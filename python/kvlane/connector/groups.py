@@ -9,7 +9,7 @@ from kvlane.connector import capabilities
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 STATE = "mamba"
@@ -72,8 +72,7 @@ def cache_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> lis
     if not ids:
         raise Unsupported("the model has no KV cache group whose blocks are found by their hash")
     groups = [
-        _cache_group(vllm_config, index, group_id, kv_cache_config.kv_cache_groups[group_id])
-        for index, group_id in enumerate(ids)
+        _cache_group(vllm_config, kv_cache_config, index, group_id) for index, group_id in enumerate(ids)
     ]
     if any(group.window_blocks == 0 for group in groups):
         return groups
@@ -86,9 +85,12 @@ def _layers(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return list(inner.values()) if inner else [spec]
 
 
-def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCacheGroupSpec) -> CacheGroup:
+def _cache_group(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, index: int, group_id: int
+) -> CacheGroup:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
+    group = kv_cache_config.kv_cache_groups[group_id]
     specs = _layers(group.kv_cache_spec)
     # Workers see the specs of all layers, the scheduler only the first; what is used here is the same in all.
     spec = specs[0]
@@ -103,7 +105,7 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
         window = spec.attention_chunk_size
         window_blocks = max(1, -(-window // block))
     elif kind == STATE:
-        _check_state_space(vllm_config, specs)
+        _check_state_space(vllm_config, kv_cache_config, specs)
         window = window_blocks = 1
     elif kind not in ("full_attention", "mla_attention"):
         raise Unsupported(f"KV cache group {group_id} is of the kind {kind!r}, which kvlane does not know")
@@ -154,7 +156,9 @@ def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | N
     return found.pop() if len(found) == 1 else None
 
 
-def _check_state_space(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> None:
+def _check_state_space(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, specs: list[KVCacheSpec]
+) -> None:
     mode = specs[0].mamba_cache_mode
     if mode not in ("align", "all"):
         raise Unsupported(
@@ -166,8 +170,13 @@ def _check_state_space(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> Non
         raise Unsupported(
             "the engine has a drafter beside state-space layers, whose states may be of rejected tokens"
         )
-    if any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs):
-        raise Unsupported("the model's state-space layers also keep states of tokens inside a step's chunk")
+    has_checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
+    if has_checkpoints and capabilities.hash_block_size(vllm_config, kv_cache_config) < specs[0].block_size:
+        # vLLM 0.32 then gives a block's hash to a state of fewer tokens.
+        raise Unsupported(
+            "prefix_match_unit is smaller than the blocks of the model's state-space layers, which also keep states of "
+            "tokens inside a step's chunk"
+        )
     if len({_state_format(spec) for spec in specs}) > 1:
         raise Unsupported("the model's state-space layers have states of several kinds in a group")
 
