@@ -118,6 +118,10 @@ PARTS = {
         "all tests of vLLM, newest and oldest; kvlane as users get it",
         _make("engines", "data-parallel", "oldest", "RELEASE=1", "OLDEST=all"),
     ),
+    "families": Part(
+        "small models with windows, chunks and states: forty answers each, warm, after restarts and from the SSD",
+        _make("engines", "ARGS=-m soak tests/connector/test_vllm_families.py"),
+    ),
     "chaos": Part(
         "5,000 requests of a real vLLM whose daemon is killed, stopped and restarted at the worst moments",
         _make("engines", "RELEASE=1", "ARGS=tests/connector/test_vllm_chaos.py -s"),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import window_group
-from tiny_states_model import build_states_model
 
 from kvlane.connector.groups import STATE
 from kvlane.connector.saves import _block_if_intact
+from kvlane.demo.model import build_family
 
 checkpoint = pytest.importorskip("vllm.model_executor.layers.mamba.checkpoint", reason="no checkpoints")
 
@@ -52,7 +52,7 @@ HELD = 3
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    model = build_states_model(tmp_path_factory.mktemp("states"))
+    model = build_family(tmp_path_factory.mktemp("states") / "model", "qwen3-next")
     options: dict[str, Any] = {"max_num_batched_tokens": 200, "max_model_len": 1024, "max_num_seqs": 4}
     return EngineArgs(
         model=str(model), dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=True, **options

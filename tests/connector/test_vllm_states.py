@@ -11,9 +11,9 @@ import pytest
 from engine import InProcessEngine, Make, prompt
 from processes import until
 from stores import DaemonStore, FakeStore
-from tiny_states_model import build_mamba_model, build_states_model
 
 from kvlane.connector import capabilities
+from kvlane.demo.model import build_family
 
 pytestmark = pytest.mark.skipif(
     not capabilities.reports_failed_requests(), reason="this vLLM cannot be told of a failed load"
@@ -28,13 +28,12 @@ class Model:
     options: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "granite4"])
+@pytest.fixture(scope="module", params=["qwen3-next", "granite4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param == "qwen3_next":
-        options = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
-        return Model(build_states_model(path), 96, options)
-    return Model(build_mamba_model(path), 32, {"max_num_batched_tokens": 32, "enable_prefix_caching": True})
+    path = build_family(tmp_path_factory.mktemp("states") / "model", request.param)
+    if request.param == "qwen3-next":
+        return Model(path, 96, {"dtype": "bfloat16", "max_num_batched_tokens": 256})
+    return Model(path, 32, {"max_num_batched_tokens": 32, "enable_prefix_caching": True})
 
 
 def group_of_states(engine: InProcessEngine, model: Model) -> bytes:

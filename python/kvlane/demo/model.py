@@ -1,4 +1,5 @@
-"""Builds a Llama-shaped model with random but saved weights, and its tokenizer, on this machine.
+"""Builds a small model with random but saved weights, and its tokenizer, on this machine: Llama-shaped, or of a family
+whose layers do not all keep the same of a token.
 
 vLLM's own dummy weights are so small that the answer hardly depends on the KV cache: a test with them passes on
 wrong bytes. Weights from N(0, 0.1) with norms of one give every prompt its own answer, and one changed block of
@@ -11,10 +12,13 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvlane.bench import extra
+from kvlane.demo.families import FAMILIES, VOCABULARY
 
 WEIGHT_STD = 0.1
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
@@ -68,21 +72,41 @@ SHAPES = {"tiny": TINY, "demo": DEMO, "gpu": GPU_DEMO}
 
 
 def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer into `directory`, unless the same model already stands there.
+    """Write config, weights and tokenizer into `directory`, unless the same model already stands there."""
 
-    The directory appears as a whole or not at all, so an interrupted build leaves nothing half written.
-    """
-    recipe = json.dumps({"shape": asdict(shape), "seed": seed, "format": 3}, sort_keys=True)
+    def write(building: Path) -> None:
+        _write_config(building, shape)
+        write_tokenizer(building, shape.vocab)
+        _write_weights(building, shape, seed)
+
+    return _as_a_whole(directory, {"shape": asdict(shape), "seed": seed, "format": 3}, write)
+
+
+def build_family(directory: Path, name: str, seed: int = 0) -> Path:
+    """The same for a small model of a family, which `FAMILIES` names."""
+
+    def write(building: Path) -> None:
+        from safetensors.torch import save_file
+
+        config, weights = FAMILIES[name].make(seed)
+        (building / "config.json").write_text(json.dumps(config, indent=1))
+        write_tokenizer(building, VOCABULARY)
+        save_file(weights, building / "model.safetensors", metadata={"format": "pt"})
+
+    return _as_a_whole(directory, {"family": name, "seed": seed, "format": 1}, write)
+
+
+def _as_a_whole(directory: Path, recipe: dict[str, Any], write: Callable[[Path], None]) -> Path:
+    """The directory appears as a whole or not at all, so an interrupted build leaves nothing half written."""
+    wanted = json.dumps(recipe, sort_keys=True)
     stamp = directory / "recipe.json"
-    if stamp.is_file() and stamp.read_text() == recipe:
+    if stamp.is_file() and stamp.read_text() == wanted:
         return directory
     building = directory.with_name(directory.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    _write_config(building, shape)
-    write_tokenizer(building, shape.vocab)
-    _write_weights(building, shape, seed)
-    (building / stamp.name).write_text(recipe)
+    write(building)
+    (building / stamp.name).write_text(wanted)
     shutil.rmtree(directory, ignore_errors=True)
     building.rename(directory)
     return directory
@@ -185,11 +209,14 @@ def _write_weights(directory: Path, shape: ModelShape, seed: int) -> None:
 
 def main() -> None:
     """`python -m kvlane.demo.model --shape demo DIRECTORY`."""
+    families = "\n".join(f"  {name:11} {family.what}" for name, family in FAMILIES.items())
     parser = argparse.ArgumentParser(
-        description="Build a small Llama-shaped model with random saved weights."
+        description="Build a small model with random saved weights.",
+        epilog=f"shapes:\n  tiny, demo  Llama's\n  gpu         Llama's, for a GPU\n{families}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
+    parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="demo", help="(default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the shape's own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -198,6 +225,13 @@ def main() -> None:
             f"kvlane.demo.model needs {' and '.join(lacks)}, which come with vLLM, beside {sys.executable}: start it "
             "with the Python of an environment that has vLLM 0.24 to 0.33"
         )
+    if family := FAMILIES.get(arguments.shape):
+        if arguments.dtype:
+            parser.error(f"{arguments.shape} has a dtype of its own")
+        print(build_family(arguments.directory, arguments.shape, arguments.seed))
+        command = f"VLLM_CPU_KVCACHE_SPACE=1 vllm serve {arguments.directory} --max-model-len 4096 --enforce-eager"
+        print(f"on a CPU: {command} {family.flags}", file=sys.stderr)
+        return
     shape = SHAPES[arguments.shape]
     if arguments.dtype:
         shape = ModelShape(**{**asdict(shape), "dtype": arguments.dtype})
