@@ -35,6 +35,10 @@ RUN_BY = {
     ".venvs/boot/bin/uv pip install dist/kvlane-*.whl": "make vllm",
     "python -m kvlane.demo.model --shape tiny out/tiny-model": START,
     "kvlane serve --pool-size 1gb &": FLAGS,
+    # docs/hybrids.md
+    "python -m kvlane.demo.model --shape gpt-oss out/gpt-oss": (
+        "tests/engine/test_demo_model.py::test_a_family_is_made_as_the_page_says"
+    ),
     "VLLM_CPU_KVCACHE_SPACE=1 vllm serve out/tiny-model --max-model-len 4096 --enforce-eager "
     f"--kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
     "make demo": "make demo",
