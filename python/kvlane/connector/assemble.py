@@ -54,7 +54,8 @@ def build_scheduler_side(
     namespaces, hash_seed, may_cross = _namespaces(vllm_config, groups, settings)
     transfer = vllm_config.kv_transfer_config
     can_load = settings.load and transfer.is_kv_consumer
-    if can_load and len(groups) > 1 and not capabilities.reports_failed_requests():
+    empties_failed = len(groups) > 1 and not capabilities.reports_failed_requests()
+    if can_load and empties_failed and not capabilities.begins_anew_without_blocks():
         can_load = False
         # Log: this engine saves blocks and loads none. Do: use vLLM 0.30 or newer for this model.
         logger.warning(
@@ -74,6 +75,7 @@ def build_scheduler_side(
         has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
         takes_last_block=takes_last_block(vllm_config, kv_cache_config, groups),
+        empties_failed=empties_failed,
         steps_at_once=capabilities.steps_at_once(vllm_config),
         hash_seed=hash_seed,
         namespaces=tuple(namespaces),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,23 @@ if TYPE_CHECKING:
 def reports_failed_requests() -> bool:
     """Whether a failed load can be reported by its request; before, only by block ids of a single group."""
     return hasattr(_base(), "get_transfer_results")
+
+
+def begins_anew_without_blocks() -> bool:
+    """Whether a request whose load is reported as done is computed from its first token on, if its tables are empty by
+    then: the connector hears of the load's end first, and vLLM leaves the request's prefix alone if it is told to."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ends = getattr(Scheduler, "_update_from_kv_xfer_finished", None)
+    if ends is None:
+        return False
+    said = inspect.getsource(ends)
+    told, used = (
+        said.find("connector.update_connector_output("),
+        said.find("finished_recving_kv_req_ids.add("),
+    )
+    return 0 <= told < used and "request.skip_reading_prefix_cache" in inspect.getsource(KVCacheManager)
 
 
 def reconciles_hybrid_hits() -> bool:

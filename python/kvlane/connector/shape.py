@@ -26,6 +26,8 @@ class EngineShape:
     """Whether vLLM names multimodal inputs by their content."""
     takes_last_block: bool = False
     """Whether a hit may end one token before the prompt's end, inside its last block."""
+    empties_failed: bool = False
+    """Whether a request whose load failed gets empty tables, because vLLM cannot be told that the load failed."""
     steps_at_once: int = 1
     """How many steps vLLM may have under way, the one included that it plans."""
     hash_seed: bytes | None = None

@@ -229,7 +229,9 @@ def main() -> None:
         if arguments.dtype:
             parser.error(f"{arguments.shape} has a dtype of its own")
         print(build_family(arguments.directory, arguments.shape, arguments.seed))
-        command = f"VLLM_CPU_KVCACHE_SPACE=1 vllm serve {arguments.directory} --max-model-len 4096 --enforce-eager"
+        command = (
+            f"VLLM_CPU_KVCACHE_SPACE=1 vllm serve {arguments.directory} --max-model-len 4096 --enforce-eager"
+        )
         print(f"on a CPU: {command} {family.flags}", file=sys.stderr)
         return
     shape = SHAPES[arguments.shape]

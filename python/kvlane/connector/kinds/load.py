@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from kvlane.connector.awaited_save import AwaitedSave, NotAnAwaitedSave
 from kvlane.connector.core_protocols import Hit, SaveWait
@@ -44,6 +45,8 @@ class _Load:
     blocks: list[Block]
     """Pinned until the load's end, because a load may outlive its request."""
     ranks_left: int
+    tables: Sequence[Sequence[Block]] = ()
+    """vLLM's lists of the request's blocks, by its groups."""
     ok: bool = True
     on_end: Callable[[bool], None] | None = None
     """Called with whether all bytes came, if the load is not for a request."""
@@ -287,7 +290,8 @@ class LookUpAndLoad(SchedulerKind):
             for block in blocks.blocks[group.group_id][local_tokens // group.tokens_per_block :]
             if not block.is_null
         ]
-        block_ids = frozenset(block.block_id for block in written)
+        # What vLLM would take for failed blocks, of a single group.
+        block_ids = frozenset(() if shared.shape.empties_failed else (block.block_id for block in written))
         if shared.pins.pool is None:
             groups, written = None, []
         else:
@@ -297,7 +301,9 @@ class LookUpAndLoad(SchedulerKind):
         if state is not None:
             state.hit = None  # the lease belongs to the load now
             state.loading = job
-        self.under_way[job] = _Load(request.request_id, boot, lease, written, shared.shape.workers)
+        self.under_way[job] = _Load(
+            request.request_id, boot, lease, written, shared.shape.workers, blocks.blocks
+        )
         self.to_send.append(LoadJob(job, request.request_id, boot, groups, block_ids))
         shared.counters.add("hit_tokens", tokens)
 
@@ -426,7 +432,21 @@ class LookUpAndLoad(SchedulerKind):
         state = self._shared.requests.get(load.request_id)
         if state is not None and state.loading == job:
             state.loading = None
+            if not load.ok and self._shared.shape.empties_failed and waits_for_its_load(state.request):
+                self._empty(state, load)
             state.tokens_ended(load.ok)
+
+    def _empty(self, state: RequestState, load: _Load) -> None:
+        """Gives a request's blocks back, as vLLM's own `free` does, so that it begins anew. vLLM hears that the load is
+        done, and gives no block a hash."""
+        assert self._shared.pins.pool is not None
+        for table in load.tables:
+            self._shared.pins.unpin(table)
+            cast("list[Block]", table).clear()
+        request = cast("Any", state.request)
+        request.num_computed_tokens = 0
+        # vLLM adds a hit of its own cache only to a request that never had blocks.
+        request.skip_reading_prefix_cache = True
 
     def pending(self) -> bool:
         return bool(self.under_way)
