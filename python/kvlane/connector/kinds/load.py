@@ -290,7 +290,7 @@ class LookUpAndLoad(SchedulerKind):
             for block in blocks.blocks[group.group_id][local_tokens // group.tokens_per_block :]
             if not block.is_null
         ]
-        # What vLLM would take for failed blocks, of a single group.
+        # vLLM takes failed blocks of a single group only, and ends the engine over others.
         block_ids = frozenset(() if shared.shape.empties_failed else (block.block_id for block in written))
         if shared.pins.pool is None:
             groups, written = None, []
