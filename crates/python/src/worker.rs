@@ -117,7 +117,7 @@ impl PyWorker {
         let of_regions = |(regions, layers): (&Vec<PyRegion>, &Vec<u32>)| regions.len() == layers.len();
         let regions = groups.iter().map(|(_, _, regions)| regions);
         if !layers.is_empty() && (layers.len() != groups.len() || !regions.zip(&layers).all(of_regions)) {
-            return Err(value_error("layers needs a number for each region of each group".into()));
+            return Err(value_error("layers needs a number for each region of each group"));
         }
         let groups: Vec<WorkerGroupSpec> = groups
             .into_iter()

@@ -20,6 +20,9 @@ HIDDEN = 256
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 32
 MLP = 512
 EXPERTS, EXPERT = 4, 64
+# vLLM's kernel of linear attention for CPUs takes no smaller heads.
+LINEAR_KEY_HEADS, LINEAR_HEADS, LINEAR_HEAD = 1, 2, 64
+MAMBA_HEADS, MAMBA_HEAD, MAMBA_STATE = 8, 32, 16
 CONVOLUTION = 4
 # The two kinds of layers take turns.
 PAIRS = 2
@@ -31,8 +34,9 @@ class Family:
     """A kind of model."""
 
     what: str
-    make: Callable[[int], tuple[dict[str, Any], dict[str, torch.Tensor]]]
-    """Gives the configuration and the weights, by a seed."""
+    config: dict[str, Any]
+    weights: Callable[[int], dict[str, torch.Tensor]]
+    """Draws them, by a seed."""
     flags: str
     """What `vllm serve` needs for it on a CPU, beside --enforce-eager."""
 
@@ -84,12 +88,12 @@ class Weights:
         self.normal(at + "down_proj.weight", HIDDEN, size)
 
 
-def _config(architecture: str, model_type: str, kinds: list[str], **more: Any) -> dict[str, Any]:
+def _config(architecture: str, model_type: str, pair: list[str], **more: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "num_hidden_layers": len(kinds),
-        "layer_types": kinds,
+        "num_hidden_layers": PAIRS * len(pair),
+        "layer_types": PAIRS * pair,
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": MLP,
@@ -114,21 +118,22 @@ def _layer(number: int) -> str:
     return f"model.layers.{number}."
 
 
-def _gemma3(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    kinds = ["sliding_attention", "full_attention"] * PAIRS
-    config = _config(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        kinds,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=4,
-        hidden_activation="gelu_pytorch_tanh",
-        rope_local_base_freq=10000.0,
-    )
+_GEMMA3 = _config(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    ["sliding_attention", "full_attention"],
+    sliding_window=WINDOW,
+    query_pre_attn_scalar=4,
+    hidden_activation="gelu_pytorch_tanh",
+    rope_local_base_freq=10000.0,
+)
+
+
+def _gemma3(seed: int) -> dict[str, torch.Tensor]:
     weights = Weights(seed)
     # Norms multiply by one more than their weights.
     weights.ends(norm=0.0)
-    for number in range(len(kinds)):
+    for number in range(2 * PAIRS):
         at = _layer(number)
         weights.attention(at + "self_attn.")
         weights.full(0.0, HEAD_DIM, at + "self_attn.q_norm.weight", at + "self_attn.k_norm.weight")
@@ -136,27 +141,34 @@ def _gemma3(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         weights.full(1.0, HIDDEN, at + "post_attention_layernorm.weight")
         for name in ("input", "pre_feedforward", "post_feedforward"):
             weights.full(0.0, HIDDEN, f"{at}{name}_layernorm.weight")
-    return config, weights.made
+    return weights.made
 
 
-def _gpt_oss(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    kinds = ["sliding_attention", "full_attention"] * PAIRS
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
-    config = _config(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        kinds,
-        sliding_window=WINDOW,
-        intermediate_size=EXPERT,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        swiglu_limit=7.0,
-        attention_bias=True,
-        rope_scaling=scaling | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-    )
+_GPT_OSS = _config(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    ["sliding_attention", "full_attention"],
+    sliding_window=WINDOW,
+    intermediate_size=EXPERT,
+    num_local_experts=EXPERTS,
+    num_experts_per_tok=2,
+    swiglu_limit=7.0,
+    attention_bias=True,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+)
+
+
+def _gpt_oss(seed: int) -> dict[str, torch.Tensor]:
     weights = Weights(seed)
     weights.ends()
-    for number in range(len(kinds)):
+    for number in range(2 * PAIRS):
         at = _layer(number)
         weights.attention(at + "self_attn.", bias=True)
         weights.normal(at + "self_attn.sinks", HEADS, std=1.0)
@@ -167,64 +179,65 @@ def _gpt_oss(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         weights.normal(at + "mlp.experts.down_proj", EXPERTS, EXPERT, HIDDEN)
         weights.normal(at + "mlp.experts.down_proj_bias", EXPERTS, HIDDEN)
         weights.full(1.0, HIDDEN, at + "input_layernorm.weight", at + "post_attention_layernorm.weight")
-    return config, weights.made
+    return weights.made
 
 
-def _llama4(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    layers = 2 * PAIRS
-    config = _config(
-        "Llama4ForCausalLM",
-        "llama4_text",
-        ["chunked_attention", "full_attention"] * PAIRS,
-        intermediate_size_mlp=MLP,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        moe_layers=[],
-        interleave_moe_layer_step=0,
-        no_rope_layers=[1, 0] * PAIRS,
-        attention_chunk_size=WINDOW,
-        use_qk_norm=False,
-        attn_temperature_tuning=False,
-        floor_scale=8192,
-        attn_scale=0.1,
-    )
+_LLAMA4 = _config(
+    "Llama4ForCausalLM",
+    "llama4_text",
+    ["chunked_attention", "full_attention"],
+    intermediate_size_mlp=MLP,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    moe_layers=[],
+    interleave_moe_layer_step=0,
+    no_rope_layers=[1, 0] * PAIRS,
+    attention_chunk_size=WINDOW,
+    use_qk_norm=False,
+    attn_temperature_tuning=False,
+    floor_scale=8192,
+    attn_scale=0.1,
+)
+
+
+def _llama4(seed: int) -> dict[str, torch.Tensor]:
     weights = Weights(seed)
     weights.ends()
-    for number in range(layers):
+    for number in range(2 * PAIRS):
         at = _layer(number)
         weights.attention(at + "self_attn.")
         weights.mlp(at + "feed_forward.")
         weights.full(1.0, HIDDEN, at + "input_layernorm.weight", at + "post_attention_layernorm.weight")
-    return config, weights.made
+    return weights.made
 
 
-def _qwen3_next(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    kinds = ["linear_attention", "full_attention"] * PAIRS
-    # vLLM's kernel for CPUs takes no smaller heads.
-    key_heads, value_heads, head = 1, 2, 64
-    config = _config(
-        "Qwen3NextForCausalLM",
-        "qwen3_next",
-        kinds,
-        torch_dtype="bfloat16",
-        full_attention_interval=2,
-        partial_rotary_factor=0.5,
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        linear_key_head_dim=head,
-        linear_value_head_dim=head,
-        linear_conv_kernel_dim=CONVOLUTION,
-        decoder_sparse_step=1,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        moe_intermediate_size=EXPERT,
-        shared_expert_intermediate_size=EXPERT,
-        mlp_only_layers=[],
-    )
-    weights = Weights(seed)
+_QWEN3_NEXT = _config(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    ["linear_attention", "full_attention"],
+    torch_dtype="bfloat16",
+    full_attention_interval=2,
+    partial_rotary_factor=0.5,
+    linear_num_key_heads=LINEAR_KEY_HEADS,
+    linear_num_value_heads=LINEAR_HEADS,
+    linear_key_head_dim=LINEAR_HEAD,
+    linear_value_head_dim=LINEAR_HEAD,
+    linear_conv_kernel_dim=CONVOLUTION,
+    decoder_sparse_step=1,
+    num_experts=EXPERTS,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    moe_intermediate_size=EXPERT,
+    shared_expert_intermediate_size=EXPERT,
+    mlp_only_layers=[],
+)
+
+
+def _qwen3_next(seed: int) -> dict[str, torch.Tensor]:
+    size, weights = LINEAR_HEADS * LINEAR_HEAD, Weights(seed)
+    channels = 2 * LINEAR_KEY_HEADS * LINEAR_HEAD + size
     weights.ends(norm=0.0)
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(_QWEN3_NEXT["layer_types"]):
         at = _layer(number)
         weights.full(0.0, HIDDEN, at + "input_layernorm.weight", at + "post_attention_layernorm.weight")
         if kind == "full_attention":
@@ -233,76 +246,78 @@ def _qwen3_next(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             weights.full(0.0, HEAD_DIM, at + "self_attn.k_norm.weight")
         else:
             net = at + "linear_attn."
-            channels = (2 * key_heads + value_heads) * head
-            weights.normal(net + "in_proj_qkvz.weight", channels + value_heads * head, HIDDEN)
-            weights.normal(net + "in_proj_ba.weight", 2 * value_heads, HIDDEN)
+            weights.normal(net + "in_proj_qkvz.weight", channels + size, HIDDEN)
+            weights.normal(net + "in_proj_ba.weight", 2 * LINEAR_HEADS, HIDDEN)
             weights.normal(net + "conv1d.weight", channels, 1, CONVOLUTION, std=0.5)
-            weights.decay(net, value_heads)
-            weights.full(1.0, head, net + "norm.weight")
-            weights.normal(net + "out_proj.weight", HIDDEN, value_heads * head)
+            weights.decay(net, LINEAR_HEADS)
+            weights.full(1.0, LINEAR_HEAD, net + "norm.weight")
+            weights.normal(net + "out_proj.weight", HIDDEN, size)
         for expert in range(EXPERTS):
             weights.mlp(f"{at}mlp.experts.{expert}.", EXPERT)
         weights.mlp(at + "mlp.shared_expert.", EXPERT)
         weights.normal(at + "mlp.gate.weight", EXPERTS, HIDDEN)
         weights.normal(at + "mlp.shared_expert_gate.weight", 1, HIDDEN)
-    return config, weights.made
+    return weights.made
 
 
-def _granite4(seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    kinds = ["mamba", "attention"] * PAIRS
-    heads, head, state = 8, 32, 16
-    size, channels = heads * head, heads * head + 2 * state
-    config = _config(
-        "GraniteMoeHybridForCausalLM",
-        "granitemoehybrid",
-        kinds,
-        position_embedding_type="nope",
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=MLP,
-        attention_multiplier=HEAD_DIM**-0.5,
-        embedding_multiplier=1.0,
-        residual_multiplier=1.0,
-        logits_scaling=1.0,
-        mamba_n_heads=heads,
-        mamba_d_head=head,
-        mamba_d_state=state,
-        mamba_n_groups=1,
-        mamba_d_conv=CONVOLUTION,
-        mamba_expand=1,
-        mamba_chunk_size=32,
-        mamba_conv_bias=True,
-        mamba_proj_bias=False,
-    )
-    weights = Weights(seed)
+_GRANITE4 = _config(
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    ["mamba", "attention"],
+    position_embedding_type="nope",
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=MLP,
+    attention_multiplier=HEAD_DIM**-0.5,
+    embedding_multiplier=1.0,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+    mamba_n_heads=MAMBA_HEADS,
+    mamba_d_head=MAMBA_HEAD,
+    mamba_d_state=MAMBA_STATE,
+    mamba_n_groups=1,
+    mamba_d_conv=CONVOLUTION,
+    mamba_expand=1,
+    mamba_chunk_size=32,
+    mamba_conv_bias=True,
+    mamba_proj_bias=False,
+)
+
+
+def _granite4(seed: int) -> dict[str, torch.Tensor]:
+    size, weights = MAMBA_HEADS * MAMBA_HEAD, Weights(seed)
+    channels = size + 2 * MAMBA_STATE
     weights.ends()
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(_GRANITE4["layer_types"]):
         at = _layer(number)
         weights.full(1.0, HIDDEN, at + "input_layernorm.weight", at + "post_attention_layernorm.weight")
         if kind == "attention":
             weights.attention(at + "self_attn.")
         else:
             net = at + "mamba."
-            weights.normal(net + "in_proj.weight", size + channels + heads, HIDDEN)
+            weights.normal(net + "in_proj.weight", size + channels + MAMBA_HEADS, HIDDEN)
             weights.normal(net + "conv1d.weight", channels, 1, CONVOLUTION, std=0.5)
             weights.normal(net + "conv1d.bias", channels)
-            weights.decay(net, heads)
-            weights.full(1.0, heads, net + "D")
+            weights.decay(net, MAMBA_HEADS)
+            weights.full(1.0, MAMBA_HEADS, net + "D")
             weights.full(1.0, size, net + "norm.weight")
             weights.normal(net + "out_proj.weight", HIDDEN, size)
         weights.normal(at + "shared_mlp.input_linear.weight", 2 * MLP, HIDDEN)
         weights.normal(at + "shared_mlp.output_linear.weight", HIDDEN, MLP)
-    return config, weights.made
+    return weights.made
 
 
 FAMILIES = {
-    "gemma3": Family("sliding windows beside full attention", _gemma3, "--dtype float32"),
-    "gpt-oss": Family("the same, with sinks and a mixture of experts", _gpt_oss, "--dtype float32"),
-    "llama4": Family("attention in chunks beside full attention", _llama4, "--dtype float32"),
-    "qwen3-next": Family("linear attention beside full attention", _qwen3_next, "--dtype bfloat16"),
+    "gemma3": Family("sliding windows beside full attention", _GEMMA3, _gemma3, "--dtype float32"),
+    "gpt-oss": Family("the same, with sinks and a mixture of experts", _GPT_OSS, _gpt_oss, "--dtype float32"),
+    "llama4": Family("attention in chunks beside full attention", _LLAMA4, _llama4, "--dtype float32"),
+    "qwen3-next": Family(
+        "linear attention beside full attention", _QWEN3_NEXT, _qwen3_next, "--dtype bfloat16"
+    ),
     # On CPUs vLLM cannot write the states that Mamba 2 keeps inside a step, so a step ends with each block.
     "granite4": Family(
         "Mamba 2 beside full attention",
+        _GRANITE4,
         _granite4,
         "--dtype float32 --block-size 32 --max-num-batched-tokens 32 --max-num-seqs 8",
     ),

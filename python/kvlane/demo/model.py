@@ -88,10 +88,10 @@ def build_family(directory: Path, name: str, seed: int = 0) -> Path:
     def write(building: Path) -> None:
         from safetensors.torch import save_file
 
-        config, weights = FAMILIES[name].make(seed)
-        (building / "config.json").write_text(json.dumps(config, indent=1))
+        family = FAMILIES[name]
+        (building / "config.json").write_text(json.dumps(family.config, indent=1))
         write_tokenizer(building, VOCABULARY)
-        save_file(weights, building / "model.safetensors", metadata={"format": "pt"})
+        save_file(family.weights(seed), building / "model.safetensors", metadata={"format": "pt"})
 
     return _as_a_whole(directory, {"family": name, "seed": seed, "format": 1}, write)
 
