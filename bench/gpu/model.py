@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from kvlane.demo.families import FAMILIES
 from kvlane.demo.model import write_tokenizer
 
 LLAMA_8B: dict[str, Any] = {
@@ -73,6 +74,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "torch_dtype": "bfloat16",
     },
+    # Linear attention in three of four layers: Qwen3-Next-80B-A3B, with half of its layers and 32 of its experts.
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 24,
+        "layer_types": 6 * [*3 * ["linear_attention"], "full_attention"],
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "decoder_sparse_step": 1,
+        "num_experts": 32,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "torch_dtype": "bfloat16",
+    },
+    # The same kinds of layers, for trying it out on a CPU.
+    "tiny-states": FAMILIES["qwen3-next"].config,
     # Two CPU cores compute about 700 tokens of a prompt in a second.
     "demo": {
         "hidden_size": 1024,
@@ -100,7 +131,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # Standard deviation of the weights by shape, so that a changed block of the prompt changes the answer, which the
 # controls check.
-DEVIATION = dict.fromkeys(SHAPES, 0.04) | {"demo": 0.1, "tiny": 0.5}
+DEVIATION = dict.fromkeys(SHAPES, 0.04) | {"demo": 0.1, "tiny": 0.5, "tiny-states": 0.1}
 
 
 def bytes_a_token(shape: str) -> int:
@@ -140,10 +171,15 @@ def redraw_weights(worker: Any, deviation: float) -> None:
     process, so that engines agree."""
     import torch
 
-    weights = list(worker.model_runner.model.parameters())
-    generator = torch.Generator(device=weights[0].device).manual_seed(0)
-    for weight in weights:
-        if weight.dim() == 1:
+    named = list(worker.model_runner.model.named_parameters())
+    generator = torch.Generator(device=named[0][1].device).manual_seed(0)
+    for name, weight in named:
+        if name.endswith("A_log"):
+            # States that forget 0.2 % to 10 % a token.
+            weight.data.copy_(torch.linspace(-6.0, -2.3, len(weight)))
+        elif name.endswith("dt_bias"):
+            weight.data.fill_(0)
+        elif weight.dim() == 1:
             weight.data.fill_(1)
         else:
             weight.data.normal_(0, deviation, generator=generator)
@@ -187,13 +223,19 @@ def all_to_all_facts(worker: Any) -> tuple[list[str], int]:
     )
 
 
+def _caches(worker: Any) -> list[Any]:
+    """The KV caches of all layers; a layer with states has one for each of their parts."""
+    caches = worker.model_runner.kv_caches
+    return [part for cache in caches for part in (cache if isinstance(cache, list | tuple) else [cache])]
+
+
 def _by_block(worker: Any) -> list[Any]:
     """Each layer's KV cache as rows of bytes, one a block."""
     import torch
 
     rows = []
     blocks = worker.model_runner.kv_cache_config.num_blocks
-    for cache in worker.model_runner.kv_caches:
+    for cache in _caches(worker):
         axis = list(cache.shape).index(blocks)
         rows.append(cache.movedim(axis, 0).view(torch.uint8) if axis else cache.view(torch.uint8))
     return rows
@@ -203,7 +245,7 @@ def poison(worker: Any, byte: int) -> None:
     """Overwrites all blocks."""
     import torch
 
-    for cache in worker.model_runner.kv_caches:
+    for cache in _caches(worker):
         cache.view(torch.uint8).fill_(byte)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
