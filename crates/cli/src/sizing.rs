@@ -4,6 +4,7 @@
 //! bytes a token = layers x bytes of a layer
 //!   of a layer with heads (MHA, GQA, MQA):  2 (key and value) x KV heads x head_dim x bytes of an element
 //!   of a latent layer (MLA):                (kv_lora_rank + qk_rope_head_dim) x bytes of an element
+//!   of its indexer (DeepSeek-V3.2):         index_head_dim bytes, and 4 for each 128 of them
 //! ```
 //! As vLLM allocates it: `get_head_size` and `get_total_num_kv_heads` in its transformers_utils/model_arch_config_convertor.py.
 //! A model that the formulas do not cover is refused, never guessed.
@@ -109,22 +110,42 @@ fn formula(cache: &Cache) -> String {
             format!("2 (key and value) x {kv_heads} KV heads x {head_dim} (head_dim)")
         }
         Layer::Latent { rank, rope } => format!("({rank} (kv_lora_rank) + {rope} (qk_rope_head_dim))"),
+        Layer::Indexed { rank, rope, index } => {
+            let bytes = cache.layer.bytes(cache.element_bytes).unwrap_or(u64::MAX);
+            return format!(
+                "{} layers x {bytes} bytes: {rank} (kv_lora_rank) and {rope} (qk_rope_head_dim) in {}, {index} (index_head_dim) \
+                 in bytes with scales",
+                cache.layers(),
+                cache.dtype
+            );
+        }
     };
     format!("{} layers x {layer} x {element}", cache.layers())
+}
+
+/// Bytes that a hit loads for the layers with a window or a chunk, however long it is.
+fn window_bytes(cache: &Cache, block_size: u64) -> u64 {
+    let blocks = (cache.window - u64::from(!cache.is_chunk)).div_ceil(block_size).max(1);
+    let layer = cache.layer.bytes(cache.element_bytes).unwrap_or(u64::MAX);
+    layer.saturating_mul(cache.sliding_layers).saturating_mul(blocks.saturating_mul(block_size))
 }
 
 fn notes(cache: &Cache, pool: &Pool) -> Vec<String> {
     let mut notes = cache.notes.clone();
     if cache.sliding_layers > 0 {
-        let window = cache.window;
+        let (window, bytes) = (cache.window, window_bytes(cache, pool.block_size));
+        let sees =
+            if cache.is_chunk { format!("see chunks of {window}") } else { format!("look back {window}") };
         notes.push(format!(
-            "{} of the {} layers look back {window} tokens only. Their blocks may be saved for all tokens, and are counted so; a \
-             hit needs those of the last {window} tokens of a prompt",
+            "{} of the {} layers {sees} tokens only. Their blocks may be saved for all tokens, and are counted so; a hit loads \
+             {bytes} bytes ({}) of them, and {} for each of its tokens of the others",
             cache.sliding_layers,
             cache.layers(),
+            Size(bytes),
+            cache.token_bytes() / cache.layers() * cache.full_layers,
         ));
     }
-    if matches!(cache.layer, Layer::Latent { .. }) {
+    if matches!(cache.layer, Layer::Latent { .. } | Layer::Indexed { .. }) {
         notes.push("all tensor-parallel ranks hold the same bytes, and kvlane keeps them once".into());
     }
     if pool.block_bytes > pool.block_size * cache.token_bytes() {
@@ -256,6 +277,10 @@ mod tests {
         let hybrid = Cache::of(&model("gpt-oss-20b"), CacheDtype::Auto).unwrap();
         let told = notes(&hybrid, &Pool::of(&hybrid, 1000, 16).unwrap()).join("\n");
         assert!(told.contains("12 of the 24 layers look back 128 tokens only"), "{told}");
+        // 8 blocks of 16 tokens in 12 layers, of 2 x 8 x 64 numbers of 2 bytes.
+        let of_a_token = 12 * 2 * 8 * 64 * 2;
+        assert_eq!(window_bytes(&hybrid, 16), 8 * 16 * of_a_token);
+        assert!(told.contains(&format!("and {of_a_token} for each of its tokens of the others")), "{told}");
     }
 
     #[test]

@@ -23,10 +23,12 @@ pub(super) struct Cache {
     pub(super) layer: Layer,
     /// Layers that look back to the first token.
     pub(super) full_layers: u64,
-    /// Layers that look back `window` tokens.
+    /// Layers that look back `window` tokens, or in a chunk of so many.
     pub(super) sliding_layers: u64,
     /// Tokens; 0 if no layer slides.
     pub(super) window: u64,
+    /// Whether these layers see the chunk in which a token stands, and not the tokens before it.
+    pub(super) is_chunk: bool,
     pub(super) element_bytes: u64,
     pub(super) dtype: String,
     /// Assumptions, a sentence each.
@@ -40,6 +42,9 @@ pub(super) enum Layer {
     Heads { kv_heads: u64, head_dim: u64 },
     /// One latent vector and one key for the position, shared by all heads.
     Latent { rank: u64, rope: u64 },
+    /// The same, and a key of an indexer that chooses tokens: bytes with a scale for each 128 of them. In fp8 the latent vector
+    /// has such scales, too, and the key for the position 16 bits.
+    Indexed { rank: u64, rope: u64, index: u64 },
 }
 
 impl Layer {
@@ -50,8 +55,20 @@ impl Layer {
                 2u64.checked_mul(kv_heads)?.checked_mul(head_dim)?.checked_mul(element)
             }
             Self::Latent { rank, rope } => rank.checked_add(rope)?.checked_mul(element),
+            Self::Indexed { rank, rope, index } => {
+                let latent = match element {
+                    1 => with_scales(rank)?.checked_add(rope.checked_mul(2)?)?,
+                    _ => rank.checked_add(rope)?.checked_mul(element)?,
+                };
+                latent.checked_add(with_scales(index)?)
+            }
         }
     }
+}
+
+/// Bytes with their scales: four more for each 128.
+fn with_scales(bytes: u64) -> Option<u64> {
+    bytes.checked_add(bytes.div_ceil(128).checked_mul(4)?)
 }
 
 /// Keys, with any value but null, false, 0 or an empty list, of models whose layers do not all keep the same, or keep what
@@ -91,6 +108,9 @@ const NOT_COVERED: [&str; 29] = [
 /// Models whose latent cache vLLM keeps as the formula says, once a layer.
 const LATENT_MODELS: [&str; 5] =
     ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"];
+/// The model with an indexer beside its latent cache, and the one whose layers see chunks.
+const INDEXED_MODEL: &str = "deepseek_v32";
+const CHUNKED_MODEL: &str = "llama4_text";
 /// Models whose layers all slide if `sliding_window` is set.
 const ALL_SLIDE: [&str; 4] = ["mistral", "mixtral", "phi3", "starcoder2"];
 
@@ -104,7 +124,13 @@ impl Cache {
         let text = config.get("text_config").filter(|inner| inner.is_object()).unwrap_or(config);
         let kind = name(text, "model_type").or(name(config, "model_type")).unwrap_or_default();
         let architecture = config["architectures"][0].as_str().unwrap_or("an unnamed architecture");
-        if let Some(key) = NOT_COVERED.iter().find(|key| is_set(&text[**key])) {
+        let covered: &[&str] = match kind {
+            CHUNKED_MODEL => &["attention_chunk_size"],
+            INDEXED_MODEL => &["index_head_dim", "index_topk"],
+            _ => &[],
+        };
+        let is_other = |key: &&&str| is_set(&text[**key]) && !covered.contains(*key);
+        if let Some(key) = NOT_COVERED.iter().find(is_other) {
             bail!(
                 "'{key}' says that not all layers of {architecture} keep a key and a value of the same size for each token; \
                  `kvlane size` does not know by which rule. vLLM's log tells the size of its cache and its tokens: divide them"
@@ -113,10 +139,13 @@ impl Cache {
         let mut notes = Vec::new();
         let layers = number(text, "num_hidden_layers")?;
         let layer = layer(text, kind, &mut notes)?;
-        let (full_layers, sliding_layers, window) = split_layers(text, kind, layers)?;
+        let is_chunk = kind == CHUNKED_MODEL;
+        let (full_layers, sliding_layers, window) =
+            if is_chunk { split_chunks(text, layers)? } else { split_layers(text, kind, layers)? };
         let (element_bytes, dtype) = element(config, text, asked, &mut notes)?;
         let model = if kind.is_empty() { architecture.into() } else { format!("{architecture} ({kind})") };
-        let cache = Self { model, layer, full_layers, sliding_layers, window, element_bytes, dtype, notes };
+        let cache =
+            Self { model, layer, full_layers, sliding_layers, window, is_chunk, element_bytes, dtype, notes };
         let bytes = layer.bytes(element_bytes).and_then(|bytes| bytes.checked_mul(layers));
         bytes.map(|_| cache).ok_or_else(|| anyhow!("its numbers are too large: more than 2^64 bytes a token"))
     }
@@ -166,6 +195,10 @@ fn optional(config: &Value, key: &str) -> Result<Option<u64>> {
 
 fn layer(text: &Value, kind: &str, notes: &mut Vec<String>) -> Result<Layer> {
     if let Some(rank) = optional(text, "kv_lora_rank")? {
+        if kind == INDEXED_MODEL {
+            let (rope, index) = (number(text, "qk_rope_head_dim")?, number(text, "index_head_dim")?);
+            return Ok(Layer::Indexed { rank, rope, index });
+        }
         if !LATENT_MODELS.contains(&kind) {
             bail!(
                 "'kv_lora_rank' says that it has latent attention, but of the model type '{kind}' `kvlane size` does not know \
@@ -204,6 +237,20 @@ fn layer(text: &Value, kind: &str, notes: &mut Vec<String>) -> Result<Layer> {
         }
     };
     Ok(Layer::Heads { kv_heads, head_dim })
+}
+
+/// Layers that look back to the first token, those that see a chunk, and its tokens.
+fn split_chunks(text: &Value, layers: u64) -> Result<(u64, u64, u64)> {
+    let Some(chunk) = optional(text, "attention_chunk_size")? else { return Ok((layers, 0, 0)) };
+    // Layers without positions see all tokens. If the list is empty, these are one of four.
+    let full = match text["no_rope_layers"].as_array().filter(|list| !list.is_empty()) {
+        Some(list) if list.len() as u64 != layers => {
+            bail!("'no_rope_layers' names {} layers, and 'num_hidden_layers' {layers}", list.len())
+        }
+        Some(list) => list.iter().filter(|each| each.as_u64() == Some(0)).count() as u64,
+        None => layers / optional(text, "no_rope_layer_interval")?.unwrap_or(4),
+    };
+    Ok((full, layers - full, chunk))
 }
 
 /// Layers that look back to the first token, those that slide, and their window.
@@ -360,6 +407,38 @@ mod tests {
         assert_eq!(slides(json!({"sliding_window": 128, "layer_types": types})), (2, 2, 128));
         let types = json!([full, full, full, full]);
         assert_eq!(slides(json!({"sliding_window": 128, "layer_types": types})), (4, 0, 0));
+    }
+
+    #[test]
+    fn layers_see_chunks_unless_they_have_no_positions() {
+        let chunks = |mut more: Value| {
+            more["model_type"] = json!("llama4_text");
+            let cache = of(&with(more)).unwrap();
+            (cache.full_layers, cache.sliding_layers, cache.window, cache.is_chunk)
+        };
+        assert_eq!(chunks(json!({"attention_chunk_size": 8192})), (1, 3, 8192, true));
+        assert_eq!(chunks(json!({"attention_chunk_size": 8192, "no_rope_layers": []})), (1, 3, 8192, true));
+        let listed = json!({"attention_chunk_size": 8192, "no_rope_layers": [1, 0, 1, 0]});
+        assert_eq!(chunks(listed), (2, 2, 8192, true));
+        assert_eq!(
+            chunks(json!({"attention_chunk_size": 64, "no_rope_layer_interval": 2})),
+            (2, 2, 64, true)
+        );
+        assert_eq!(chunks(json!({"attention_chunk_size": null})), (4, 0, 0, true));
+        let short = with(json!({
+            "model_type": "llama4_text", "attention_chunk_size": 64, "no_rope_layers": [0],
+        }));
+        assert!(of(&short).unwrap_err().to_string().contains("names 1 layers"));
+    }
+
+    #[test]
+    fn an_indexer_has_a_key_of_its_own() {
+        let config = with(json!({
+            "model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
+            "index_topk": 2048,
+        }));
+        let bytes = |dtype| Cache::of(&config, dtype).unwrap().token_bytes() / 4;
+        assert_eq!((bytes(CacheDtype::Bfloat16), bytes(CacheDtype::Fp8)), (1152 + 132, 656 + 132));
     }
 
     #[test]
