@@ -102,6 +102,7 @@ class Request:
         self.lora_request: Any = None
         self.mm_features: Any = None
         self.skip_reading_prefix_cache = False
+        self.status = SimpleNamespace(name="WAITING")
         self._hash_block = hash_block
 
     @property
@@ -153,6 +154,7 @@ class Engine:
         worker_kinds: Callable[[WorkerShared], list[WorkerKind]] = kinds.worker_kinds,
         has_daemon: bool = True,
         steps_at_once: int = 1,
+        empties_failed: bool = False,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -186,6 +188,7 @@ class Engine:
             emit_events=emit_events,
             has_daemon=has_daemon,
             takes_last_block=len(self.groups) == 1 and not self.groups[0].window_blocks,
+            empties_failed=empties_failed,
             steps_at_once=steps_at_once,
             namespaces=tuple(namespaces),
         )

@@ -12,7 +12,7 @@ from fakes import BLOCK, Engine, FakeWeights, Request, Step, full_group, window_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlane.connector.jobs import StepJobs
+from kvlane.connector.jobs import JobEnd, StepJobs
 from kvlane.connector.kinds.load import MISS_IS_OLD_SECONDS
 from kvlane.connector.weights import Weights
 from kvlane.testing import FakeCore
@@ -249,6 +249,38 @@ def test_a_failed_load_is_reported_and_not_promised_again() -> None:
     assert engine.scheduler.matched_tokens(warm, 0) == (0, False)
     assert store.leases == set()
     assert engine.failures.take() == 1
+
+
+@pytest.mark.parametrize("empties", [True, False])
+def test_a_request_begins_anew_when_the_first_rank_says_that_its_load_failed(empties: bool) -> None:
+    """Another rank had released the load, so vLLM took it for done, and gave blocks that had not come their hashes."""
+    store = FakeCore()
+    engine = Engine(store, [full_group(), window_group(1, 2)], workers=2, empties_failed=empties)
+    cold = request("cold")
+    engine.run(cold)
+    engine.finish(cold)
+    warm = request("warm")
+    engine.scheduler.add_request(warm)
+    assert engine.scheduler.matched_tokens(warm, 0) == (20, True)
+    tables = engine.allocate(warm, 20)
+    engine.scheduler.allocated(warm, tables, 20)
+    (load,) = engine.scheduler.take_loads()
+    warm.num_computed_tokens, warm.status = 20, SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+    assert bool(load.block_ids) is not empties
+    engine.scheduler.jobs_ended({load.job: JobEnd(1, ok=False)})
+    # vLLM has one load for done now, and the blocks may still be written.
+    assert (warm.num_computed_tokens, all(not table for table in tables.blocks)) == (
+        0 if empties else 20,
+        empties,
+    )
+    assert sum(block.ref_cnt for block in engine.pool.blocks) == (10 if empties else 20)
+    warm.status = SimpleNamespace(name="WAITING")
+    if empties:
+        assert engine.scheduler.matched_tokens(warm, 0) == (0, False)
+    engine.scheduler.jobs_ended({load.job: JobEnd(1, ok=True)})
+    assert engine.scheduler.matched_tokens(warm, 0) == (0, False), "it is not promised again"
+    if empties:
+        assert store.leases == set() and all(block.ref_cnt == 0 for block in engine.pool.blocks)
 
 
 def test_a_promise_without_a_plan_is_reported_as_failed() -> None:

@@ -43,8 +43,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-# So few blocks that states of former prompts are evicted.
-BLOCK, BLOCKS = 32, 90
+# So few blocks that requests are preempted.
+BLOCK, BLOCKS = 32, 42
 FULL, STATES = 0, 1
 # Steps for which a save holds a block.
 HELD = 3
@@ -82,7 +82,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             table = self._engine.managers[STATES].req_to_blocks[request.request_id]
             end = self._promised[request.request_id]
-            self._engine.write(table[end - 1], end * BLOCK)
+            self._engine.write(table[end - 1], seen(request, end * BLOCK))
             self.loading.add(request.request_id)
             self.loads += 1
 
@@ -104,7 +104,7 @@ class Store(KVConnectorBase_V1, SupportsHMA):
 
 
 class Played:
-    """An engine whose model writes, instead of a state, how many tokens it has seen."""
+    """An engine whose model writes, instead of a state, a name of all tokens that it has seen."""
 
     def __init__(self, config: Any, hash_tokens: int | None, retention: int | None, alignment: int) -> None:
         self._of_backend = alignment
@@ -139,11 +139,11 @@ class Played:
         self.store = self.scheduler.connector = Store(self, caches)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(self._hash_tokens, sha256)
-        self.tokens_of: dict[int, int] = {}
-        """Of each block of states, how many tokens it has seen."""
+        self.states: dict[int, int] = {}
+        """The state in each block."""
         self._held: list[tuple[int, Any, int, bytes]] = []
-        """Blocks that are being saved: until which step, the block, the tokens of its state, and its hash."""
-        self.saved = self.checkpoints = 0
+        """Blocks that are being saved: until which step, the block, its state, and its hash."""
+        self.saved = self.checkpoints = self.preempted = 0
         self._group = replace(window_group(STATES, 1, BLOCK), kind=STATE, group_id=STATES)
 
     def ask(self, name: str, prompt: list[int], tokens: int) -> None:
@@ -161,19 +161,19 @@ class Played:
         loaded = self.store.take_loaded()
         for copy in output.kv_cache_block_copies or ():
             # Of all groups; a group's ids are its own.
-            if copy.src_block_id in self.tokens_of:
-                self._write_at(copy.dst_block_id, self.tokens_of[copy.src_block_id])
+            if copy.src_block_id in self.states:
+                self._write_at(copy.dst_block_id, self.states[copy.src_block_id])
         found = []
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
             table = list(self.managers[STATES].req_to_blocks[name])
             found += self._to_save(request, table, end)
-            self._compute(table, end - count, end)
-        for block, tokens, raw in found:
-            assert self.tokens_of[block.block_id] == tokens, "a state at another place than its block's end"
+            self._compute(request, table, end - count, end)
+        for block, state, raw in found:
+            assert self.states[block.block_id] == state, "a state at another place than its block's end"
             pool.touch([block])
-            self._held.append((number + random.Random(number).randint(1, HELD), block, tokens, raw))
+            self._held.append((number + random.Random(number).randint(1, HELD), block, state, raw))
             self.saved += 1
         names = list(output.num_scheduled_tokens)
         sampled = [[7] if self._is_done(name) else [] for name in names]
@@ -181,6 +181,7 @@ class Played:
         made = ModelRunnerOutput(
             names, {name: at for at, name in enumerate(names)}, sampled, kv_connector_output=told
         )
+        self.preempted += len(output.preempted_req_ids or ())
         self.scheduler.update_from_output(output, made)
 
     def _is_done(self, name: str) -> bool:
@@ -197,14 +198,15 @@ class Played:
         for place, block in enumerate(table[: end // BLOCK]):
             raw = self.raw_hash(request, place)
             if _block_if_intact(block, raw, self._group, exact=True):
-                found.append((block, (place + 1) * BLOCK, raw))
+                found.append((block, seen(request, (place + 1) * BLOCK), raw))
         return found
 
-    def _compute(self, table: list[Any], start: int, end: int) -> None:
+    def _compute(self, request: Any, table: list[Any], start: int, end: int) -> None:
         """What the model writes in a step, as vLLM's worker finds the places."""
         source, running = (start - 1) // BLOCK, -(-end // BLOCK) - 1
         if start > 0:
-            assert self.tokens_of[table[source].block_id] == start, "the state from which the step goes on"
+            before = self.states[table[source].block_id]
+            assert before == seen(request, start), "the state from which the step goes on"
         [offset], [column] = checkpoint.compute_mamba_prefill_checkpoints(
             [end],
             [end - start],
@@ -215,18 +217,23 @@ class Played:
             cache_hit_alignment_tokens=self._alignment,
         )
         if offset > 0:
-            self.write(table[column], start + offset)
+            self.write(table[column], seen(request, start + offset))
             self.checkpoints += not table[column].is_null
-        self.write(table[running], end)
+        self.write(table[running], seen(request, end))
 
-    def write(self, block: Any, tokens: int) -> None:
+    def write(self, block: Any, state: int) -> None:
         if not block.is_null:
-            self._write_at(block.block_id, tokens)
+            self._write_at(block.block_id, state)
 
-    def _write_at(self, number: int, tokens: int) -> None:
+    def _write_at(self, number: int, state: int) -> None:
         being_saved = {block.block_id: saved for _, block, saved, _ in self._held}
-        assert being_saved.get(number, tokens) == tokens, "a state that is being saved was overwritten"
-        self.tokens_of[number] = tokens
+        assert being_saved.get(number, state) == state, "a state that is being saved was overwritten"
+        self.states[number] = state
+
+
+def seen(request: Any, tokens: int) -> int:
+    """The state after a request's first tokens."""
+    return hash(tuple(request.all_token_ids[:tokens]))
 
 
 def prompts(source: random.Random) -> Iterator[list[int]]:
@@ -264,6 +271,7 @@ def test_what_has_the_hash_of_a_block_is_the_state_at_its_end_and_stays_it(
     for counted in ("saved", "checkpoints"):
         assert sum(getattr(engine, counted) for engine in ran) > 50, counted
     assert sum(engine.store.loads for engine in ran) > 10
+    assert sum(engine.preempted for engine in ran) > 5
 
 
 def test_with_hashes_inside_blocks_another_state_has_the_hash(config: Any) -> None:

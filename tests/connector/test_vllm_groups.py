@@ -164,7 +164,7 @@ def test_states_that_are_at_no_end_of_a_block_are_refused() -> None:
     if "num_prefill_checkpoint_blocks" in {field.name for field in dataclasses.fields(MambaSpec)}:
         spec = states(num_prefill_checkpoint_blocks=1)
         assert cache_groups(*with_states(spec))[0].kind == STATE
-        refused.append(("prefix_match_unit is smaller", spec, None))
+        refused.append(("named in smaller units", spec, None))
     for why, spec, drafter in refused:
         config, groups = with_states(spec, drafter)
         groups.hash_block_size = 48

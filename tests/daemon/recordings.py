@@ -22,8 +22,11 @@ class Recording:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
         )
-        # The header is written once requests are recorded.
-        until("the recording has begun", lambda: self.process.poll() is not None or file.exists())
+        # The header is written once requests are recorded. The file is there before, and once a test read it then.
+        until(
+            "the recording has begun",
+            lambda: self.process.poll() is not None or (file.exists() and file.stat().st_size > 0),
+        )
 
     def wait(self) -> str:
         """What it printed, once it has ended."""

@@ -19,7 +19,8 @@ def reports_failed_requests() -> bool:
 
 def begins_anew_without_blocks() -> bool:
     """Whether a request whose load is reported as done is computed from its first token on, if its tables are empty by
-    then: the connector hears of the load's end first, and vLLM leaves the request's prefix alone if it is told to."""
+    then: the connector hears ranks' reports before vLLM does, and vLLM leaves the request's prefix alone if it is told
+    to."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -174,8 +174,8 @@ def _check_state_space(
     if has_checkpoints and capabilities.hash_block_size(vllm_config, kv_cache_config) < specs[0].block_size:
         # vLLM 0.32 then gives a block's hash to a state of fewer tokens.
         raise Unsupported(
-            "prefix_match_unit is smaller than the blocks of the model's state-space layers, which also keep states of "
-            "tokens inside a step's chunk"
+            "blocks are named in smaller units (prefix_match_unit) than those of the model's state-space layers, which "
+            "also keep states of tokens inside a step's chunk"
         )
     if len({_state_format(spec) for spec in specs}) > 1:
         raise Unsupported("the model's state-space layers have states of several kinds in a group")

@@ -416,7 +416,9 @@ class LookUpAndLoad(SchedulerKind):
         if load is None:
             return False
         load.ranks_left -= end.ranks
-        load.ok = load.ok and end.ok
+        if load.ok and not end.ok:
+            load.ok = False
+            self._failed(job, load)
         if load.ranks_left <= 0:
             del self.under_way[job]
             self._load_ended(job, load)
@@ -432,13 +434,20 @@ class LookUpAndLoad(SchedulerKind):
         state = self._shared.requests.get(load.request_id)
         if state is not None and state.loading == job:
             state.loading = None
-            if not load.ok and self._shared.shape.empties_failed and waits_for_its_load(state.request):
-                self._empty(state, load)
             state.tokens_ended(load.ok)
 
-    def _empty(self, state: RequestState, load: _Load) -> None:
-        """Gives a request's blocks back, as vLLM's own `free` does, so that it begins anew. vLLM hears that the load is
-        done, and gives no block a hash."""
+    def _failed(self, job: int, load: _Load) -> None:
+        """The first rank has reported that a load failed. Where vLLM cannot be told, the request begins anew: its
+        blocks are given back, as by vLLM's own `free`. Other ranks may have released the load, so vLLM may take it for
+        done in this step; it then gives no block a hash. Ranks that go on write blocks that are pinned."""
+        state = self._shared.requests.get(load.request_id)
+        if (
+            not self._shared.shape.empties_failed
+            or state is None
+            or state.loading != job
+            or not waits_for_its_load(state.request)
+        ):
+            return
         assert self._shared.pins.pool is not None
         for table in load.tables:
             self._shared.pins.unpin(table)
