@@ -98,7 +98,7 @@ impl Peer {
 
     /// From the greeting on, until the engine is open. Live leases and what is cancelled are as told.
     fn opens(&mut self, leases: &str, cancelled_below: u64, ready: bool) {
-        self.welcomes(&format!("Hello wire 1-3 of talk, Scheduler of e, leases {leases}"));
+        self.welcomes(&format!("Hello wire 1-4 of talk, Scheduler of e, leases {leases}"));
         let id = self.hears(&format!(
             "OpenEngine of 2 workers, cancelled below {cancelled_below}: 0303 full of 16 tokens, window 0; \
              0404 sliding of 16 tokens, window 1"
@@ -108,7 +108,7 @@ impl Peer {
 
     /// A worker, from the greeting until its pool is mapped.
     fn registers(&mut self, method: Method, pool: &Arena) {
-        self.welcomes("Hello wire 1-3 of talk, Worker of e, leases []");
+        self.welcomes("Hello wire 1-4 of talk, Worker of e, leases []");
         let name = method.as_str_name();
         let id = self.hears(&format!("RegisterWorker 0 of 1 by {name}, with a fence: 0303 0505 1 regions"));
         let reason = "the test says so".into();
@@ -436,11 +436,11 @@ fn a_scheduler_that_is_refused_comes_again() {
     play(
         |listener| {
             let mut peer = Peer::accept(&listener, FIRST);
-            let id = peer.hears("Hello wire 1-3 of talk, Scheduler of e, leases []");
+            let id = peer.hears("Hello wire 1-4 of talk, Scheduler of e, leases []");
             peer.refuses(id, Reason::Limit, "no session is left");
             assert!(peer.next().is_none());
             let mut peer = Peer::accept(&listener, FIRST);
-            peer.welcomes("Hello wire 1-3 of talk, Scheduler of e, leases []");
+            peer.welcomes("Hello wire 1-4 of talk, Scheduler of e, leases []");
             let v1::Request { id, body: Some(Ask::OpenEngine(_)) } = peer.next().unwrap() else {
                 panic!("it opens the engine");
             };

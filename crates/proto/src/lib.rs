@@ -14,7 +14,9 @@ mod version;
 pub use address::{Address, AddressError};
 pub use frame::{FrameError, FrameReader, MAX_FRAME_BYTES, encode_frame};
 pub use prost::Message;
-pub use version::{Incompatible, WIRE_MAX, WIRE_MIN, WIRE_OF_JOURNAL, WIRE_OF_RECORDINGS, negotiate};
+pub use version::{
+    Incompatible, WIRE_MAX, WIRE_MIN, WIRE_OF_GROUPS_FLAGS, WIRE_OF_JOURNAL, WIRE_OF_RECORDINGS, negotiate,
+};
 
 /// The text of `kvlane.proto`, for the generated reference pages.
 pub const PROTO_SOURCE: &str = include_str!("../proto/kvlane.proto");

@@ -5,11 +5,13 @@ use thiserror::Error;
 /// Oldest wire version that this build speaks.
 pub const WIRE_MIN: u32 = 1;
 /// Newest wire version that this build speaks.
-pub const WIRE_MAX: u32 = 3;
+pub const WIRE_MAX: u32 = 4;
 /// First wire version whose daemon answers ReadJournal.
 pub const WIRE_OF_JOURNAL: u32 = 2;
 /// First wire version whose daemon records requests, and whose scheduler reports their ends.
 pub const WIRE_OF_RECORDINGS: u32 = 3;
+/// First wire version whose daemon writes flags for loads of several groups.
+pub const WIRE_OF_GROUPS_FLAGS: u32 = 4;
 
 /// The client and the daemon have no wire version in common.
 #[derive(Debug, Error, PartialEq, Eq)]

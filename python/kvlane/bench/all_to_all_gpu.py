@@ -7,6 +7,7 @@ sleeping kernel, and behind a collective of NCCL if there are several GPUs. A fi
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -63,6 +64,10 @@ def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[
     if arguments.deepep and not 1 < gpus == arguments.ranks:
         raise SystemExit(
             f"--deepep needs a GPU for each of two ranks or more: {arguments.ranks} ranks, {there} GPUs"
+        )
+    if arguments.deepep and importlib.util.find_spec("deep_ep") is None:
+        raise SystemExit(
+            "--deepep needs DeepEP's module deep_ep: install it beside torch, or name its folder in PYTHONPATH"
         )
     settings = vars(arguments) | {"run": None, "gpus": gpus, "draw": draw}
     with tempfile.TemporaryDirectory() as folder:

@@ -19,8 +19,9 @@ def reports_failed_requests() -> bool:
 
 def begins_anew_without_blocks() -> bool:
     """Whether a request whose load is reported as done is computed from its first token on, if its tables are empty by
-    then: the connector hears ranks' reports before vLLM does, and vLLM leaves the request's prefix alone if it is told
-    to."""
+    then: the connector hears ranks' reports before vLLM does and has vLLM's own tables, and vLLM leaves the request's
+    prefix alone if it is told to."""
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -32,7 +33,12 @@ def begins_anew_without_blocks() -> bool:
         said.find("connector.update_connector_output("),
         said.find("finished_recving_kv_req_ids.add("),
     )
-    return 0 <= told < used and "request.skip_reading_prefix_cache" in inspect.getsource(KVCacheManager)
+    return (
+        0 <= told < used
+        and "manager.req_to_blocks.get(" in inspect.getsource(KVCacheCoordinator.get_blocks)
+        and "return KVCacheBlocks(blocks)" in inspect.getsource(KVCacheManager.create_kv_cache_blocks)
+        and "request.skip_reading_prefix_cache" in inspect.getsource(KVCacheManager)
+    )
 
 
 def reconciles_hybrid_hits() -> bool:

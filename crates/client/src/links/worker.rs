@@ -143,6 +143,7 @@ impl WorkerLink {
             peer,
             boot: [0; 16],
             daemon: String::new(),
+            wire: 0,
             stage: WorkerStage::Greeting { hello: self.last_request + 1 },
             method: self.options.save_method,
             reason: String::new(),

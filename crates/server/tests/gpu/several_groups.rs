@@ -33,6 +33,7 @@ struct Hybrid {
     worker: Worker,
     stream: Stream,
     memory: DeviceMemory,
+    heard: Vec<Finished>,
 }
 
 impl Hybrid {
@@ -62,7 +63,7 @@ impl Hybrid {
         let groups = [([0; 16], 0), ([1; 16], WINDOW_BLOCKS)];
         let scheduler = scheduler_of(address, "hybrid", PATIENCE, &groups);
         let stream = Stream::new(&gpu, Priority::Normal).unwrap();
-        let mut engine = Self { scheduler, worker, stream, memory };
+        let mut engine = Self { scheduler, worker, stream, memory, heard: Vec::new() };
         (0..LAYERS).for_each(|layer| (0..BLOCKS).for_each(|block| engine.write(layer, block, 0)));
         engine
     }
@@ -98,12 +99,13 @@ impl Hybrid {
         self.worker.wait_for_loads(&jobs, region, &self.engine_stream()).unwrap();
     }
 
-    /// What is heard next of this kind.
-    fn hear(&self, kind: JobKind) -> Finished {
+    /// What is heard first of this kind. A release and an end may come together.
+    fn hear(&mut self, kind: JobKind) -> Finished {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            if let Some(heard) = self.worker.poll().into_iter().find(|heard| heard.kind == kind) {
-                return heard;
+            self.heard.extend(self.worker.poll());
+            if let Some(at) = self.heard.iter().position(|heard| heard.kind == kind) {
+                return self.heard.swap_remove(at);
             }
             assert!(self.worker.wait(PATIENCE) && Instant::now() < deadline, "no {kind:?}");
         }

@@ -418,7 +418,7 @@ class LookUpAndLoad(SchedulerKind):
         load.ranks_left -= end.ranks
         if load.ok and not end.ok:
             load.ok = False
-            self._failed(job, load)
+            self._begin_anew(job, load)
         if load.ranks_left <= 0:
             del self.under_way[job]
             self._load_ended(job, load)
@@ -436,7 +436,7 @@ class LookUpAndLoad(SchedulerKind):
             state.loading = None
             state.tokens_ended(load.ok)
 
-    def _failed(self, job: int, load: _Load) -> None:
+    def _begin_anew(self, job: int, load: _Load) -> None:
         """The first rank has reported that a load failed. Where vLLM cannot be told, the request begins anew: its
         blocks are given back, as by vLLM's own `free`. Other ranks may have released the load, so vLLM may take it for
         done in this step; it then gives no block a hash. Ranks that go on write blocks that are pinned."""

@@ -29,6 +29,7 @@ impl WorkerLink {
         match (up.stage, answer) {
             (WorkerStage::Greeting { hello }, Some(Answer::Welcome(welcome))) if hello == id => {
                 up.daemon = describe(&welcome);
+                up.wire = welcome.wire;
                 up.boot = boot;
                 let pid = up.peer.pid;
                 // A daemon greets a process only after its copies for the former connection have ended.

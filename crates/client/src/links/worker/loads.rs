@@ -16,7 +16,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_proto::v1::reply::Body as Answer;
+use kvlane_proto::{WIRE_OF_GROUPS_FLAGS, v1::reply::Body as Answer};
 
 use super::{
     super::ids::{CopyId, JobKey, Life},
@@ -45,7 +45,8 @@ impl WorkerLink {
         let bytes = groups.iter().map(|group| group.block_ids.len() as u64 * block_bytes(group.group)).sum();
         let (key, release, epoch) = (job.key, *release, self.epoch);
         let due = OwnCopy::Due(job.queued + patience(TAKE_OVER_WAITING, bytes));
-        let is_served = self.open().is_some_and(|up| up.method == SaveMethod::Gpu && up.boot == *boot);
+        let up = self.open().filter(|up| up.method == SaveMethod::Gpu && up.boot == *boot);
+        let (is_served, wire) = (up.is_some(), up.map_or(0, |up| up.wire));
         if !is_served {
             let (daemon, release) = (DaemonCopy::Out, ReleaseAt::Never);
             let load = Loading {
@@ -62,7 +63,9 @@ impl WorkerLink {
             return self.settle(key, now, actions);
         }
         let flags = match (release, job.event, &mut self.options.card) {
-            (Release::WhenNear | Release::AtOnce, Some(event), Some(Card { flags, .. })) => {
+            (Release::WhenNear | Release::AtOnce, Some(event), Some(Card { flags, .. }))
+                if groups.len() == 1 || wire >= WIRE_OF_GROUPS_FLAGS =>
+            {
                 let memory = |group: &LoadGroup| {
                     self.options.groups.get(group.group as usize).map(|memory| (group.group, memory))
                 };

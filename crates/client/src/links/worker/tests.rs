@@ -6,7 +6,7 @@ use bytes::Bytes;
 use kvlane_block::{BlockHash, BlockId, Rank, Region};
 use kvlane_memory::PoolPage;
 use kvlane_proto::{
-    Address, packed,
+    Address, WIRE_MAX, WIRE_OF_GROUPS_FLAGS, packed,
     packed::Outcome,
     v1::{register_worker::Method, request::Body as Ask},
 };
@@ -38,6 +38,8 @@ struct Play {
     link: WorkerLink,
     now: Instant,
     actions: VecDeque<WorkerAction>,
+    /// The daemon's version of the wire.
+    wire: u32,
 }
 
 impl Play {
@@ -64,14 +66,14 @@ impl Play {
             nonce: [1; 16],
             rank: Rank(0),
             workers: 1,
-            groups: vec![GroupMemory::new(spec, Rank(0)).unwrap()],
+            groups: vec![GroupMemory::new(spec, Rank(0)).unwrap(); 2],
             save_method: if card.is_some() { SaveMethod::Gpu } else { SaveMethod::Auto },
             save_timeout: SAVE_TIMEOUT,
             release_ahead: ReleaseAhead { steps: 0.5, stall: Duration::from_millis(5) },
             fence_address: 0x40,
             card,
         };
-        Self { link: WorkerLink::new(options, now), now, actions: VecDeque::new() }
+        Self { link: WorkerLink::new(options, now), now, actions: VecDeque::new(), wire: WIRE_MAX }
     }
 
     /// Served by a daemon, with saves as that method says.
@@ -94,7 +96,7 @@ impl Play {
     /// Connected as far as `MapPool`.
     fn until_mapping(&mut self, method: Method) {
         self.connect();
-        self.answer(welcome());
+        self.answer(Answer::Welcome(v1::Welcome { wire: self.wire, ..Default::default() }));
         while matches!(self.actions.back(), Some(WorkerAction::ShareChunks { .. })) {
             self.answer(done());
         }
@@ -163,12 +165,18 @@ impl Play {
     }
 
     fn load(&mut self, number: u64, release: Release) {
-        let group = LoadGroup {
-            group: 0,
+        self.load_of(number, &[0], release);
+    }
+
+    /// A load of these groups.
+    fn load_of(&mut self, number: u64, groups: &[u32], release: Release) {
+        let group = |group: &u32| LoadGroup {
+            group: *group,
             block_ids: [1, 2].map(BlockId).into(),
             pages: [10, 11].map(PoolPage).into(),
         };
-        self.start(number, Work::Load { boot: RUN, groups: [group].into(), release }, Some(3));
+        let groups = groups.iter().map(group).collect();
+        self.start(number, Work::Load { boot: RUN, groups, release }, Some(3));
     }
 
     fn start(&mut self, number: u64, work: Work, event: Option<u32>) {
@@ -363,6 +371,22 @@ fn a_load_for_which_nobody_else_waits_is_released_once_it_was_asked_for() {
     play.answer(loaded());
     assert_eq!(play.told(), ["end 1"]);
     assert!(play.link.at_rest());
+}
+
+#[test]
+fn an_older_daemon_gets_no_flags_for_several_groups_which_it_would_refuse() {
+    for (wire, told) in [
+        (WIRE_OF_GROUPS_FLAGS, ["Load", "release 1 with flags"].as_slice()),
+        (WIRE_OF_GROUPS_FLAGS - 1, ["Load"].as_slice()),
+    ] {
+        let mut play = Play::new(true);
+        play.wire = wire;
+        play.open_again(Method::Gpu);
+        play.load_of(1, &[0, 1], Release::AtOnce);
+        assert_eq!(play.told(), told);
+        play.load(2, Release::AtOnce);
+        assert_eq!(play.told(), ["Load", "release 2 with flags"], "one group always has flags");
+    }
 }
 
 #[test]

@@ -22,6 +22,8 @@ pub(super) struct WorkerUp {
     pub(super) boot: BootId,
     /// The daemon's version and pool size, for the log.
     pub(super) daemon: String,
+    /// The version of the wire; 0 while greeting.
+    pub(super) wire: u32,
     pub(super) stage: WorkerStage,
     pub(super) method: SaveMethod,
     /// Why the daemon chose this method.
