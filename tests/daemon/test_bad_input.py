@@ -57,6 +57,7 @@ from wire import (
 )
 
 from kvlane import _core
+from kvlane._core import WIRE_VERSION
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
@@ -209,7 +210,7 @@ def test_engines_are_refused_over_tcp(make_daemon: MakeDaemon) -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "upgrade"),
-    [((4, 9), "daemon"), ((0, 0), "client"), ((4, 1), "")],
+    [((WIRE_VERSION + 1, 99), "daemon"), ((0, 0), "client"), ((WIRE_VERSION + 1, 1), "")],
     ids=["newer", "older", "empty"],
 )
 def test_a_wrong_wire_version_is_refused_with_what_to_upgrade(

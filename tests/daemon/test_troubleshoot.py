@@ -40,6 +40,8 @@ from wire import (
     worker_group,
 )
 
+from kvlane._core import WIRE_VERSION
+
 MakeDaemon = Callable[..., Daemon]
 Scene = Callable[[Path, MakeDaemon], str]
 
@@ -376,7 +378,7 @@ def _engine(scheduler: Wire, worker: Wire, name: str, namespace: bytes) -> None:
 def _(folder: Path, make_daemon: MakeDaemon) -> str:
     daemon = make_daemon()
     with Wire(daemon.path) as newer:
-        newer.refused(HELLO, hello(wire=(4, 9)))
+        newer.refused(HELLO, hello(wire=(WIRE_VERSION + 1, 99)))
     assert daemon.stop() == 0
     told = daemon.log.rest()
     # It says a thing once to a peer.
