@@ -1,7 +1,10 @@
 //! Descriptions: what the shards of each space consist of, in their workers' words. They show that equal layout digests
 //! mean equal bytes, and explain why two engines of one namespace share no blocks.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::Arc,
+};
 
 use kvlane_block::{CutDigest, LayoutDifferences, LayoutDigest, Namespace, ShardLayout};
 
@@ -48,7 +51,7 @@ impl Descriptions {
     }
 
     /// Keeps the shards of a space. When the space comes for the first time, returns how they differ from those of the
-    /// namespace's last space before it.
+    /// namespace's last space of the same layers. An engine's groups have a space each, of other layers.
     pub(crate) fn keep(
         &mut self,
         namespace: Namespace,
@@ -68,7 +71,10 @@ impl Descriptions {
             self.forget_the_oldest();
             return None;
         }
-        let before = self.spaces.iter().rfind(|space| space.namespace == namespace);
+        let before = self
+            .spaces
+            .iter()
+            .rfind(|space| space.namespace == namespace && share_a_layer(&shards, &space.shards));
         let difference = before.and_then(|before| first_difference(&shards, &before.shards));
         self.spaces.push_back(DescribedSpace { namespace, cut, shards });
         self.forget_the_oldest();
@@ -113,6 +119,14 @@ pub(crate) fn contradiction<'a>(
     let same = others.into_iter().filter(|other| other.digest == shard.digest);
     let there = same.filter_map(|other| other.layout.as_ref()).next()?;
     here.compare(there).err()?.certain()
+}
+
+fn share_a_layer(here: &[Shard], there: &[Shard]) -> bool {
+    let names = |shards: &[Shard]| -> HashSet<String> {
+        let layouts = shards.iter().filter_map(|shard| shard.layout.as_ref());
+        layouts.flat_map(|layout| &layout.layers).map(|layer| layer.name.clone()).collect()
+    };
+    !names(here).is_disjoint(&names(there))
 }
 
 /// The differences of the first rank whose layouts differ. A rank that only one side has adds nothing to those of rank 0.
@@ -188,6 +202,18 @@ mod tests {
         assert_eq!(descriptions.contradiction(NAMESPACE, &shard(2, 2)), None);
         descriptions.retain(|_, _| false);
         assert_eq!(descriptions.keep(NAMESPACE, cut(3), vec![shard(4, 8)]), None);
+    }
+
+    #[test]
+    fn groups_of_one_engine_are_not_compared() {
+        let mut descriptions = Descriptions::default();
+        let of_layer = |digest: u8, name: &str, element_bytes: u32| {
+            vec![Shard { layout: Some(Arc::new(layout(element_bytes, name.into()))), ..shard(digest, 2) }]
+        };
+        assert_eq!(descriptions.keep(NAMESPACE, cut(1), of_layer(1, "window", 2)), None);
+        assert_eq!(descriptions.keep(NAMESPACE, cut(2), of_layer(2, "full", 2)), None);
+        let found = descriptions.keep(NAMESPACE, cut(3), of_layer(3, "window", 4)).unwrap().to_string();
+        assert_eq!(found, "layer window: torch.bfloat16 of 4 bytes here, torch.bfloat16 of 2 bytes there");
     }
 
     #[test]
