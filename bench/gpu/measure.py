@@ -44,6 +44,7 @@ OPTIONS = {
     "data_parallel": "data_parallel_size",
     "expert_parallel": "enable_expert_parallel",
     "all2all_backend": "all2all_backend",
+    "gdn_prefill_backend": "gdn_prefill_backend",
 }
 
 

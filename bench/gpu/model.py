@@ -223,6 +223,27 @@ def all_to_all_facts(worker: Any) -> tuple[list[str], int]:
     )
 
 
+def begin_profile(worker: Any) -> None:
+    """From here on the GPU's kernels are recorded."""
+    import torch
+
+    worker.kernels = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    worker.kernels.start()
+
+
+def end_profile(worker: Any) -> dict[str, tuple[float, int]]:
+    """The kernels since `begin_profile`: by name, microseconds and launches."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.kernels.stop()
+    found = worker.kernels.key_averages()
+    del worker.kernels
+    return {
+        each.key: (each.self_device_time_total, each.count) for each in found if each.self_device_time_total
+    }
+
+
 def _caches(worker: Any) -> list[Any]:
     """The KV caches of all layers; a layer with states has one for each of their parts."""
     caches = worker.model_runner.kv_caches

@@ -9,8 +9,9 @@
 | allgather | allgather_reducescatter | - |
 
 Each engine answers the same prompts, one at a time, and then `--running` at a time. A figure is the time per output
-token (TPOT) of a request. Controls: each prompt has its own answer; with two experts swapped the answers change; vLLM
-has built DeepEP's classes, and ranks of kvlane have dispatched.
+token (TPOT) of a request; `kernels_ms` says which kernels of one rank took longest in a round of 16 tokens. Controls:
+each prompt has its own answer; with two experts swapped the answers change; vLLM has built DeepEP's classes, and ranks
+of kvlane have dispatched.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         # The first round is warm-up.
         if number > 0:
             tpot += [(times[-1] - times[0]) / (len(times) - 1) for times, _ in came]
+    await engine.on_workers(model.begin_profile)
+    await asyncio.gather(*(engine.answer(draw(settings.tokens), 16) for _ in range(settings.running)))
+    kernels = (await engine.on_workers(model.end_profile))[0]
+    done("kernels")
     classes, dispatches = zip(*await engine.on_workers(model.all_to_all_facts), strict=True)
     again = await answers()
     await engine.on_workers(model.swap_experts)
@@ -94,9 +99,21 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         "control_distinct": len(set(first)) == len(first),
         "same_again": first == again,
         "control_experts_matter": await answers() != first,
+        "kernels_ms": longest(kernels),
         "classes": sorted(set().union(*classes)),
         "dispatches_of_kvlane": list(dispatches),
     }
+
+
+def longest(kernels: dict[str, tuple[float, int]], count: int = 12) -> dict[str, list[float]]:
+    """Milliseconds and launches of those that took longest, and of all."""
+    ordered = sorted(kernels.items(), key=lambda each: -each[1][0])
+    found = {name[:100]: [round(us / 1e3, 2), launches] for name, (us, launches) in ordered[:count]}
+    found["all"] = [
+        round(sum(us for us, _ in kernels.values()) / 1e3, 2),
+        sum(n for _, n in kernels.values()),
+    ]
+    return found
 
 
 def one(settings: argparse.Namespace) -> None:
