@@ -2,8 +2,9 @@
 
     python bench/pd/direct.py                       # 40 prompts of 1,000 tokens, 32 KiB of KV cache a token
     python bench/pd/direct.py --nixl FOLDER         # where NIXL 1.5.1 was installed; without it kvlane alone
+    python bench/pd/direct.py --windows --store     # sliding windows, and a pair that hands over through a daemon
 
-Four real engines on the CPU, a pair of each system. Those that are not asked are stopped (SIGSTOP): an idle agent of
+Real engines on the CPU, a pair of each system. Those that are not asked are stopped (SIGSTOP): an idle agent of
 NIXL keeps a core busy. This program is the proxy of both: it asks the prefill engine for one token, gives what its
 answer says to the decode engine, and takes the time to the first token that comes from there. Each prompt is asked of
 one engine too, so what counts is how much later the pair answers. kvlane's pair is asked both at once besides.
@@ -12,8 +13,10 @@ one engine too, so what counts is how much later the pair answers. kvlane's pair
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -26,17 +29,19 @@ from typing import Any
 
 from kvlane.bench import report
 from kvlane.bench.drawing import COLOURS, Bar, Panel, Picture, number, save
-from kvlane.bench.processes import connector_config, free_port
+from kvlane.bench.processes import connector_config, free_port, own_daemon
 from kvlane.demo.direct.asking import hand_over, stream
 from kvlane.demo.direct.cluster import Side
 from kvlane.demo.model import ModelShape, build_model
 from kvlane.demo.pd.asking import ANSWER_TIMEOUT_S, MODEL_NAME, prompt_text, prompt_tokens
-from kvlane.demo.pd.plan import Node
+from kvlane.demo.pd.plan import BLOCK_TOKENS, Node
 from kvlane.demo.pd.processes import ServedEngine, end_all, wait_until
 
 # 8 layers, keys and values, 4 heads of 128 numbers of 4 bytes: 32 KiB a token.
 SHAPE = ModelShape(layers=8, hidden=512, heads=4, kv_heads=4, head_dim=128, intermediate=1024)
 KV_CACHE = 512 << 20
+# Three of four layers see so many tokens with --windows.
+WINDOW = 256
 ANSWER_TOKENS = 4
 TURN = 5
 
@@ -67,11 +72,16 @@ def main() -> int:
     arguments = parse()
     logs = arguments.out / "pd-direct-logs"
     logs.mkdir(parents=True, exist_ok=True)
-    model = str(build_model(arguments.out / "models" / "pd-32-kib", SHAPE))
+    model = build_model(arguments.out / "models" / "pd-32-kib", SHAPE)
+    if arguments.windows:
+        model = with_windows(model)
     systems: list[System] = []
-    with report.CpuWatch() as watch:
+    with report.CpuWatch() as watch, contextlib.ExitStack() as stack:
         try:
             systems.append(start("kvlane", model, logs, arguments))
+            if arguments.store:
+                address = stack.enter_context(own_daemon("1gb", logs))
+                systems.append(start("store", model, logs, arguments, address))
             if arguments.nixl:
                 systems.append(start("nixl", model, logs, arguments))
             ready(systems)
@@ -85,8 +95,19 @@ def main() -> int:
     return 0
 
 
-def start(name: str, model: str, logs: Path, arguments: argparse.Namespace) -> System:
-    """Both engines of a system."""
+def with_windows(model: Path) -> Path:
+    """The same weights with sliding windows in three of four layers."""
+    target = model.with_name(model.name + "-windows")
+    shutil.copytree(model, target, dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    kinds = [*3 * ["sliding_attention"], "full_attention"] * (SHAPE.layers // 4)
+    config |= {"sliding_window": WINDOW, "layer_types": kinds}
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    return target
+
+
+def start(name: str, model: Path, logs: Path, arguments: argparse.Namespace, daemon: str = "") -> System:
+    """Both engines of a system. `daemon`: the address of that through which they hand over."""
     sides = []
     for role in ("prefill", "decode"):
         node = Node(f"{name}-{role}", role, free_port())
@@ -96,13 +117,15 @@ def start(name: str, model: str, logs: Path, arguments: argparse.Namespace) -> S
             keys = {"kvlane.direct": "on", "kvlane.direct.listen": handoff}
             connector["kv_connector_extra_config"] |= keys
             environment = {}
+        elif name == "store":
+            connector, environment = connector_config(daemon), {}
         else:
             connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
             path = os.pathsep.join(filter(None, [str(arguments.nixl), os.environ.get("PYTHONPATH")]))
             environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "PYTHONPATH": path}
         engine = ServedEngine(
             node,
-            model,
+            str(model),
             connector,
             logs / f"{node.name}.log",
             1,
@@ -180,7 +203,9 @@ def measure(systems: list[System], arguments: argparse.Namespace) -> list[float]
                 if tokens != alone.tokens:
                     raise SystemExit(f"{system.name}: the pair's answer to prompt {index} is another one")
                 grown = settled(system, before, arguments.prompt_tokens)
-                system.landed += grown <= 1
+                # Hits of several groups, and those of the store, end with a whole block.
+                ends_inside = system.name == "kvlane" and not arguments.windows
+                system.landed += grown <= (1 if ends_inside else BLOCK_TOKENS)
                 system.later_ms.append((seconds - alone.first_s) * 1e3)
                 if system.name == "kvlane":
                     other = prompt_text(arguments.prompt_tokens, f"at once {index}")
@@ -210,6 +235,7 @@ def result(
     medians = {system.name: statistics.median(system.later_ms) for system in systems}
     found: dict[str, Any] = {
         "title": f"{arguments.prompts} prompts of {arguments.prompt_tokens} tokens, 32 KiB of KV cache a token, "
+        f"{'windows in three of four layers, ' if arguments.windows else ''}"
         f"{machine['cpu']}, {machine['cores']} cores",
         "systems": [
             {
@@ -226,8 +252,8 @@ def result(
         "machine": machine | {"cpu_use": watch.facts},
         "commit": report.commit(),
     }
-    if "nixl" in medians:
-        found["of_nixl"] = medians["kvlane"] / medians["nixl"]
+    for name in set(medians) - {"kvlane"}:
+        found[f"of_{name}"] = medians["kvlane"] / medians[name]
     return found
 
 
@@ -239,8 +265,9 @@ def publish(found: dict[str, Any], out: Path) -> None:
     rows.append(["kvlane, both at once", f"{found['kvlane_at_once_later_ms']:.1f}", "", ""])
     print(report.paragraph(found["title"]))
     print(report.table(["pair", "later than one engine, ms", "landed", "CPU s"], rows))
-    if "of_nixl" in found:
-        print(f"kvlane's of NixlConnector's: {found['of_nixl']:.2f}")
+    for name, what in (("nixl", "NixlConnector's"), ("store", "that through the store")):
+        if f"of_{name}" in found:
+            print(f"kvlane's of {what}: {found[f'of_{name}']:.2f}")
     report.write_json(out / "pd-direct.json", found)
     save(picture(found), out / "pd-direct.png")
     print(f"written: {out / 'pd-direct.json'}, {out / 'pd-direct.png'}")
@@ -272,6 +299,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=40, help="of each system (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each (default %(default)s)")
+    parser.add_argument("--windows", action="store_true", help="a model with sliding windows")
+    parser.add_argument("--store", action="store_true", help="a pair that hands over through a daemon, too")
     parser.add_argument(
         "--nixl", type=Path, help="a folder with NIXL 1.5.1, as pip install --target makes it"
     )

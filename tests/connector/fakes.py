@@ -53,7 +53,8 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.blocks = [Block(number) for number in range(size)]
-        self.blocks[0].is_null = True
+        self.null_block = self.blocks[0]
+        self.null_block.is_null = True
         self.freed: list[int] = []
 
     def touch(self, blocks: Any) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from kvlane import _core
 from kvlane.connector.direct import Direct
+from kvlane.connector.direct_order import Order
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.settings import Settings
 
@@ -32,7 +33,8 @@ base = ctypes.addressof((ctypes.c_char * 4096).from_buffer(memory))
 rank = _core.HandoffRank("127.0.0.1:0", "t", [(base, 1024, 4, 1024, [0])], [(base, 4096)], b"k" * 16, "auto")
 before = set(os.listdir("/proc/self/task"))
 group = CacheGroup(0, 0, "full_attention", 0, 4, 0, "f32", False, ("a",))
-direct = Direct(Settings.parse({"kvlane.direct": "on", "kvlane.direct.token": "t"}), group, b"n" * 16, (1, 1), True)
+settings = Settings.parse({"kvlane.direct": "on", "kvlane.direct.token": "t"})
+direct = Direct(settings, Order([group], True), b"n" * 16, (1, 1))
 direct.start([SimpleNamespace(rank=0, endpoint=rank.endpoint, key=b"k" * 16, layout=b"l")])
 own = {}
 # A thread names itself, as kvlane's threads do.

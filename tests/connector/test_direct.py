@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import pytest
 from fakes import BLOCK, Engine, Pool, Request, full_group
 
 from kvlane.connector.direct import Direct
+from kvlane.connector.direct_order import Order
 from kvlane.connector.direct_request import Lending
+from kvlane.connector.groups import CacheGroup
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
 from kvlane.connector.known_weights import PATIENCE_SECONDS
@@ -152,20 +155,24 @@ class Agent:
 class World:
     """An engine with direct hand-offs."""
 
+    groups: Sequence[CacheGroup] = (full_group(),)
+    pool_of: Callable[[int], LandingPool] = LandingPool
+
     def __init__(self, blocks: int = 400, steps_at_once: int = 1, /, **settings: Any) -> None:
         self.store = FakeCore()
         self.engine = Engine(
             self.store,
+            list(self.groups),
             blocks=blocks,
             settings={"kvlane.direct": "on", **settings},
             steps_at_once=steps_at_once,
         )
-        self.pool = LandingPool(blocks)
+        self.pool = self.pool_of(blocks)
         self.engine.pool = self.pool
         side = self.engine.scheduler
         self.agent = Agent()
         parsed = self.engine.scheduler._shared.settings
-        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES)
+        self.direct = Direct(parsed, Order(self.engine.groups, True), b"n" * 16, (1, 1), BLOCK_BYTES)
         self.direct.agent = cast("Any", self.agent)
         self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
         side._shared.direct = self.direct
@@ -550,7 +557,7 @@ def test_a_prompt_that_has_landed_is_not_looked_up_again() -> None:
     world = World()
     world.store_beginning(STORED)
     request = world.request()
-    world.direct.hands_over_rests = False
+    world.direct.order.hands_over_rests = False
     assert world.waits(request)
     world.step()
     world.step()

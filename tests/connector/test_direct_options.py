@@ -54,7 +54,7 @@ def test_with_get_a_prompt_is_offered_in_the_step_that_completes_it() -> None:
 def test_with_get_and_a_drafter_a_prompt_is_offered_with_its_last_whole_block() -> None:
     """Its last tokens, which fill no block, are not handed over: nothing waits for them."""
     world = World(send_type="GET")
-    world.direct.hands_over_rests = False
+    world.direct.order.hands_over_rests = False
     request, told = lending(world), filled(world)
     world.engine.compute(request, TOKENS - 1)
     assert [(each.first_block, len(each.blocks)) for each in told] == [(0, WHOLE)]

@@ -113,6 +113,7 @@ import multiprocessing, signal, sys
 from types import SimpleNamespace
 from kvlane import _core
 from kvlane.connector.direct import Direct
+from kvlane.connector.direct_order import Order
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.settings import Settings
 
@@ -123,7 +124,7 @@ def serve(memory=bytearray(4096)):
     base = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
     rank = _core.HandoffRank("127.0.0.1:0", "", [(base, 1024, 4, 1024, [0])], [(base, 4096)], b"k" * 16, "auto")
     group = CacheGroup(0, 0, "full_attention", 0, 4, 0, "f32", False, ("a",))
-    direct = Direct(Settings.parse({"kvlane.direct": "on"}), group, b"n" * 16, (1, 1), True)
+    direct = Direct(Settings.parse({"kvlane.direct": "on"}), Order([group], True), b"n" * 16, (1, 1))
     direct.start([SimpleNamespace(rank=0, endpoint=rank.endpoint, key=b"k" * 16, layout=b"l")])
     print(multiprocessing.current_process().pid, flush=True)
     signal.sigwait({signal.SIGTERM})

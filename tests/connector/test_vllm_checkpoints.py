@@ -13,7 +13,7 @@ import torch
 from fakes import window_group
 
 from kvlane.connector.groups import STATE
-from kvlane.connector.saves import _block_if_intact
+from kvlane.connector.saves import block_if_intact
 from kvlane.demo.model import build_family
 
 checkpoint = pytest.importorskip("vllm.model_executor.layers.mamba.checkpoint", reason="no checkpoints")
@@ -197,7 +197,7 @@ class Played:
         found = []
         for place, block in enumerate(table[: end // BLOCK]):
             raw = self.raw_hash(request, place)
-            if _block_if_intact(block, raw, self._group, exact=True):
+            if block_if_intact(block, raw, self._group, exact=True):
                 found.append((block, seen(request, (place + 1) * BLOCK), raw))
         return found
 

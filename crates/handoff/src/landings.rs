@@ -65,7 +65,7 @@ pub struct Wanted {
     pub address: SocketAddr,
     /// Digest of what the tokens mean, as in [`Want::content`].
     pub content: [u8; 16],
-    /// First block wanted, counted from the prompt's start.
+    /// First block wanted, counted by place.
     pub first_block: u32,
     /// One past the last block wanted.
     pub end_block: u32,

@@ -7,6 +7,9 @@
 //!   P's rank (Offering)   ------------ Offer ------------>    D's rank (Reading)
 //!        windows over blocks  <=== READ through the fabric ===     blocks of D's own pool
 //! ```
+//! A block's number is its place in the hand-off, which both engines derive from the prompt. For models with one KV cache
+//! group it is the block's number in the prompt; for others, windows and states follow (connector/direct_order.py).
+//!
 //! The four state machines decide without I/O, clock or threads. [`SchedulerAgent`] and [`RankAgent`] carry their actions
 //! out, each with one fabric engine and one thread.
 //!

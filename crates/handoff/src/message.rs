@@ -72,9 +72,9 @@ pub struct Want {
     pub content: [u8; 16],
     /// Digest of how D cuts blocks. P refuses another one than its own.
     pub shape: [u8; 16],
-    /// First block that D wants, counted from the prompt's start.
+    /// Place of the first block that D wants.
     pub first_block: u32,
-    /// One past the last block that D wants.
+    /// The place behind the last block that D wants.
     pub end_block: u32,
     /// Endpoint of D's scheduler, which gets P's answers.
     pub scheduler: Endpoint,
@@ -100,7 +100,7 @@ pub struct Queued {
 pub struct Offer {
     /// As in the [`Want`].
     pub id: HandoffId,
-    /// First block offered, counted from the prompt's start.
+    /// Place of the first block offered.
     pub first_block: u32,
     /// Number of blocks, at least 1.
     pub blocks: u32,
@@ -144,9 +144,9 @@ pub enum Message {
     Serve {
         /// As in the [`Want`].
         id: HandoffId,
-        /// First block to offer, counted from the prompt's start.
+        /// Place of the first block to offer.
         first_block: u32,
-        /// One past the last block to offer.
+        /// The place behind the last block to offer.
         end_block: u32,
         /// Endpoint of the rank that reads.
         reader: Endpoint,
@@ -161,9 +161,9 @@ pub enum Message {
         id: HandoffId,
         /// Endpoint of the rank that offers.
         source: Endpoint,
-        /// The prompt's block that goes into the first of `blocks`.
+        /// Place of the block that goes into the first of `blocks`.
         first_block: u32,
-        /// Block ids of D's own cache, for consecutive blocks of the prompt.
+        /// Block ids of D's own cache, for consecutive places.
         blocks: Vec<u32>,
     },
     /// D's scheduler to its rank: begin no READ, and cancel those in flight.
@@ -174,7 +174,7 @@ pub enum Message {
     Arrived {
         /// As in the [`Want`].
         id: HandoffId,
-        /// All blocks before this one have arrived, counted from the prompt's start.
+        /// All blocks before this place have arrived.
         end_block: u32,
         /// New hashes, each with its block: of blocks that have arrived, or that are offered and wait for room.
         hashes: Vec<(u32, [u8; 16])>,

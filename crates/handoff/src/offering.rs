@@ -16,7 +16,7 @@ use crate::remembered::Remembered;
 /// Consecutive blocks of a prompt of which some regions (layers) are computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Computed {
-    /// First block, counted from the prompt's start.
+    /// First block, counted by place.
     pub first_block: u32,
     /// Block ids of the engine's cache.
     pub blocks: Vec<u32>,

@@ -80,7 +80,7 @@ pub struct RankOptions {
 pub struct Filled {
     /// The hand-off that the blocks are computed for.
     pub id: HandoffId,
-    /// First block, counted from the prompt's start.
+    /// First block, counted by place.
     pub first_block: u32,
     /// Block ids of the engine's cache.
     pub blocks: Vec<u32>,

@@ -68,7 +68,7 @@ struct WaitingOffer {
     is_reported: bool,
 }
 
-/// Blocks that a READ writes, counted from the prompt's start, and how many regions of each.
+/// Blocks that a READ writes, counted by place, and how many regions of each.
 #[derive(Debug)]
 struct InFlight {
     blocks: Range<u32>,

@@ -15,7 +15,8 @@ from kvlane.connector.affinity import unbound
 from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
-from kvlane.connector.direct import Direct, the_group
+from kvlane.connector.direct import Direct
+from kvlane.connector.direct_order import Order
 from kvlane.connector.groups import (
     STATE,
     CacheGroup,
@@ -141,7 +142,7 @@ def build_direct(
     if settings.direct == "off":
         return None
     try:
-        group = the_group(groups)
+        order = handoff_order(vllm_config, kv_cache_config, groups)
     except Unsupported as reason:
         # Log: `kvlane.direct` has no effect for this model, for the reason named. Do: leave it out, or give both
         # engines one daemon.
@@ -155,10 +156,18 @@ def build_direct(
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     size = block_bytes(kv_cache_config)
-    hands_over_rests = vllm_config.speculative_config is None and keeps_tokens_apart(kv_cache_config, groups)
     may_wait = parallel.data_parallel_size == 1
     role = "D" if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else "P"
-    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, may_wait, role)
+    return Direct(settings, order, namespaces[order.full.index], sizes, size, may_wait, role)
+
+
+def handoff_order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]) -> Order:
+    """The order of direct hand-offs. Raises Unsupported."""
+    has_drafter = vllm_config.speculative_config is not None
+    if has_drafter and len(groups) > 1:
+        raise Unsupported("the engine has a drafter, and its model has several KV cache groups")
+    # With a drafter vLLM leaves a prompt's last tokens out.
+    return Order(groups, not has_drafter and keeps_tokens_apart(kv_cache_config, groups))
 
 
 def _log_p2p_keys(vllm_config: VllmConfig, settings: Settings) -> None:

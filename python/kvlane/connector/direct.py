@@ -16,8 +16,8 @@ from typing import Protocol
 from kvlane.connector import core_log
 from kvlane.connector.affinity import unbound
 from kvlane.connector.core_protocols import HandoffScheduler
+from kvlane.connector.direct_order import Order
 from kvlane.connector.direct_peers import Peers, publish, withdraw
-from kvlane.connector.groups import CacheGroup, Unsupported
 from kvlane.connector.p2p_pings import Pings, start_pings
 from kvlane.connector.settings import Settings
 
@@ -39,41 +39,29 @@ class Rank(Protocol):
     def layout(self) -> bytes: ...
 
 
-def the_group(groups: list[CacheGroup]) -> CacheGroup:
-    """The group whose blocks are handed over. Raises Unsupported for models that have other ones."""
-    if len(groups) != 1 or groups[0].window_blocks:
-        raise Unsupported(
-            "direct hand-offs need a model whose layers all have full attention, in one KV cache group"
-        )
-    return groups[0]
-
-
 class Direct:
     """The scheduler's part of direct hand-offs, if it has one."""
 
     def __init__(
         self,
         settings: Settings,
-        group: CacheGroup,
+        order: Order,
         namespace: bytes,
         sizes: tuple[int, int],
-        hands_over_rests: bool,
         block_bytes: int = 0,
         may_wait: bool = True,
         ping_role: str = "P",
     ) -> None:
         """`block_bytes`: of a block in one rank. `ping_role`: what pings call this engine, "P" or "D"."""
         self.block_bytes = block_bytes
-        self.copies = max(1, sizes[0] // group.tensor_shards) if group.tensor_shards else 1
+        shards = order.full.tensor_shards
+        self.copies = max(1, sizes[0] // shards) if shards else 1
         """How many ranks hold the same bytes of a block."""
         self.may_wait = may_wait
         """Whether this engine may pause in a step. A data-parallel engine may not, because others wait for its step."""
-        self.group = group
+        self.order = order
         self.peers = Peers(settings.networks())
         self._settings = settings
-        self.hands_over_rests = hands_over_rests
-        """Whether a prompt's last tokens, which fill no block, are handed over too. With a drafter they are not:
-        vLLM leaves its last tokens out."""
         self._namespace = namespace
         self._sizes = sizes
         self._buffer_blocks: int | None = None
@@ -91,11 +79,6 @@ class Direct:
         self._file: Path | None = None
         self._ping_role = ping_role
         self._pings: Pings | None = None
-
-    def blocks_of(self, tokens: int) -> int:
-        """How many blocks of a prompt are handed over."""
-        size = self.group.tokens_per_block
-        return -(-tokens // size) if self.hands_over_rests else tokens // size
 
     def landing_blocks(self, blocks: int) -> int:
         """In how many of the engine's `blocks` prompts may land at once."""
@@ -126,7 +109,8 @@ class Direct:
 
         ranks = sorted(ranks, key=lambda rank: rank.rank)
         shape = hashlib.blake2b(digest_size=16)
-        facts = (VERSION, *self._sizes, self.group.tokens_per_block, len(ranks), self.hands_over_rests)
+        tokens_per_block, hands_over_rests, *others = self.order.facts()
+        facts = (VERSION, *self._sizes, tokens_per_block, len(ranks), hands_over_rests, *others)
         shape.update(repr(facts).encode())
         for rank in ranks:
             shape.update(rank.layout)

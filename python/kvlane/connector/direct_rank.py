@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvlane.connector import core_log
 from kvlane.connector.affinity import unbound, warn_of_shared_processors
-from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
+from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of, handoff_order
 from kvlane.connector.block_copier import storages_of
-from kvlane.connector.direct import the_group
+from kvlane.connector.direct_order import shared_memory
 from kvlane.connector.groups import Unsupported, cache_groups
 from kvlane.connector.guard import logger
 from kvlane.connector.kinds.kind import DirectRank
-from kvlane.connector.layout import Region, group_layout, layer_hints
+from kvlane.connector.layout import group_layout, layer_hints
 from kvlane.connector.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def start_rank(
     with suppress(Exception):
         # The rank starts also if this warning fails.
         warn_of_shared_processors()
-    group = the_group(cache_groups(vllm_config, kv_cache_config))
+    groups = cache_groups(vllm_config, kv_cache_config)
+    handoff_order(vllm_config, kv_cache_config, groups)
     device = gpu_of(kv_caches)
     if device is not None and vllm_config.model_config.enable_sleep_mode:
         raise Unsupported("in sleep mode a GPU's memory may go away while another engine reads it")
@@ -61,14 +62,14 @@ def start_rank(
             "kvlane.direct.transport is cuda, and this engine's cache is in the host's memory: take auto"
         )
     parallel = vllm_config.parallel_config
-    layout = group_layout(
-        kv_caches,
-        group.layer_names,
-        kv_cache_config.num_blocks,
-        layer_hints(vllm_config, kv_cache_config),
-        [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+    hints = layer_hints(vllm_config, kv_cache_config)
+    cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    memory = shared_memory(
+        [
+            group_layout(kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut)
+            for group in groups
+        ]
     )
-    regions: list[Region] = layout.regions
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
     storages = storages_of(kv_caches)
@@ -76,7 +77,7 @@ def start_rank(
         agent = _core.HandoffRank(
             f"{host}:0",
             settings.direct_token,
-            regions,
+            memory.regions,
             [(address, storage.nbytes()) for address, storage in storages.items()],
             key,
             settings.direct_transport,
@@ -92,7 +93,7 @@ def start_rank(
         )
     rank = DirectRank(
         agent,
-        None if in_parts else agent.layer_hook(list(layout.last_region.items())),
+        None if in_parts else agent.layer_hook(list(memory.last_region.items())),
         compute_stream(device) if device is not None else lambda: 0,
     )
-    return rank, RankHandshake(parallel.rank, agent.endpoint, key, layout.digest)
+    return rank, RankHandshake(parallel.rank, agent.endpoint, key, memory.digest)

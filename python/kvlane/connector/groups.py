@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 STATE = "mamba"
 """The kind of group whose blocks hold a state after their last token: state-space layers, linear attention."""
+CHUNKS = "chunked_local_attention"
+"""The kind of group whose tokens see those before them in chunks of a fixed size."""
 
 
 class Unsupported(Exception):
@@ -101,7 +103,7 @@ def _cache_group(
         window = spec.sliding_window
         seen = window - 1 + getattr(spec, "extra_retained_tokens", 0)
         window_blocks = max(1, -(-seen // block))
-    elif kind == "chunked_local_attention":
+    elif kind == CHUNKS:
         window = spec.attention_chunk_size
         window_blocks = max(1, -(-window // block))
     elif kind == STATE:

@@ -155,7 +155,7 @@ class Saves:
         assert self._pins.pool is not None
         pool = self._pins.pool.blocks
         usable = [
-            _block_if_intact(pool[table[first + offset]], raw[offset], group, exact)
+            block_if_intact(pool[table[first + offset]], raw[offset], group, exact)
             for offset in range(end - first)
         ]
         offset = 0
@@ -264,7 +264,7 @@ class Saves:
         save.blocks = []
 
 
-def _block_if_intact(block: Block, raw_hash: bytes, group: CacheGroup, exact: bool) -> Block | None:
+def block_if_intact(block: Block, raw_hash: bytes, group: CacheGroup, exact: bool) -> Block | None:
     """The pool's block, or None if it is not there to be saved.
 
     Sliding windows replace blocks that fell out of them by the null block. A table that was put together from the

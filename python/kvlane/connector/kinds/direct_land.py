@@ -158,7 +158,7 @@ class LandDirect(SchedulerKind):
         direct = self._shared.direct
         assert direct is not None
         rest = state.request.num_prompt_tokens - 1 - local_tokens
-        if landed.rest is None or not 0 < rest < direct.group.tokens_per_block:
+        if landed.rest is None or not 0 < rest < direct.order.full.tokens_per_block:
             return NOTHING
         # The request computes one token. The copy is enqueued before that, and cannot fail.
         return Answer(rest, at_once=True)
@@ -302,12 +302,13 @@ class LandDirect(SchedulerKind):
         pool = landing_pool(self._shared)
         assert direct is not None and direct.agent is not None
         landed.is_begun = True
-        size = direct.group.tokens_per_block
-        end = direct.blocks_of(request.num_prompt_tokens)
-        whole = request.num_prompt_tokens // size
+        order, full = direct.order, direct.order.full
+        size = full.tokens_per_block
+        end = order.count(request.num_prompt_tokens)
+        whole = order.tokens(request.num_prompt_tokens) // size
         found = min(self._loads.tokens_found(landed.state) // size, whole)
-        for block_hash in shared.hashes.raw(landed.state, direct.group, 0, whole):
-            own = pool.get_cached_block(block_hash, [direct.group.group_id])
+        for block_hash in shared.hashes.raw(landed.state, full, 0, whole):
+            own = pool.get_cached_block(block_hash, [full.group_id])
             if not own:
                 break
             pool.touch(own)
@@ -319,7 +320,12 @@ class LandDirect(SchedulerKind):
         if not may_land:
             # The prompt would wait for room that never comes.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
-        if not may_land or (end - max(local, found)) * size < TOKENS_MIN:
+        missing = (end - max(local, found)) * size
+        if order.others:
+            # vLLM's own hit may be shorter than what it has of full attention.
+            has = max(landed.state.local_tokens, found * size)
+            missing = order.tokens(request.num_prompt_tokens) - has
+        if not may_land or missing < TOKENS_MIN:
             self._free(landed)
             landed.is_ready = True
             return
@@ -354,7 +360,8 @@ class LandDirect(SchedulerKind):
         """Loads the first taken blocks from the daemon."""
         direct, shared = self._shared.direct, self._shared
         assert direct is not None
-        size = direct.group.tokens_per_block
+        full = direct.order.full
+        size = full.tokens_per_block
 
         def ended(ok: bool) -> None:
             landed.loads = False
@@ -365,7 +372,7 @@ class LandDirect(SchedulerKind):
 
         blocks = landed.taken[: landed.stored]
         try:
-            self._loads.load_into(landed.state, direct.group, len(landed.local), blocks, ended)
+            self._loads.load_into(landed.state, full, len(landed.local), blocks, ended)
             landed.loads = True
         except Exception as error:  # noqa: BLE001
             shared.failures.record("loading a prompt's beginning", error, "it is computed")
@@ -448,16 +455,20 @@ class LandDirect(SchedulerKind):
         direct.agent.forget_landing(landed.landing.id)
         has_beginning = not landed.loads and not landed.failed
         is_whole = is_whole and has_beginning
-        size, prompt = direct.group.tokens_per_block, landed.state.request.num_prompt_tokens
+        order, prompt = direct.order, landed.state.request.num_prompt_tokens
+        size = order.full.tokens_per_block
         # From here on `count` includes the blocks loaded from the daemon.
         count = landed.stored + count if has_beginning else 0
         whole = min(count, prompt // size - len(landed.local))
+        if order.others:
+            # A boundary before the last one would need other blocks of windows.
+            count = whole = count if is_whole else 0
         if whole > 0 and not landed.state.stale:
             self._cache(landed, whole)
         if (
             is_whole
             and count > landed.stored
-            and direct.hands_over_rests
+            and order.hands_over_rests
             and self._copies.is_possible
             and landed.is_alive
             and not landed.state.stale
@@ -470,24 +481,28 @@ class LandDirect(SchedulerKind):
         counters = shared.counters
         counters.add("direct_landed", is_whole)
         counters.add("direct_wait_seconds", shared.clock() - landed.begun)
-        landed_tokens = min((len(landed.local) + count) * size, prompt) - first * size
+        landed_tokens = min((len(landed.local) + count) * size, order.tokens(prompt)) - first * size
         counters.add("direct_landed_tokens", max(0, landed_tokens))
         if not landed.is_alive:
             self._free(landed)
             self._landings.pop(landed.landing.id, None)
 
     def _cache(self, landed: Landed, count: int) -> None:
-        direct, pool = self._shared.direct, landing_pool(self._shared)
+        """Gives the first `count` blocks behind `local` their hashes, each in its group."""
+        direct, pool, request = self._shared.direct, landing_pool(self._shared), landed.state.request
         assert direct is not None
-        first = len(landed.local)
-        pool.cache_full_blocks(
-            request=landed.state.request,
-            blocks=landed.local + landed.taken[:count],
-            num_cached_blocks=first,
-            num_full_blocks=first + count,
-            block_size=direct.group.tokens_per_block,
-            kv_cache_group_id=direct.group.group_id,
-        )
+        blocks = landed.local + landed.taken[:count]
+        for part in direct.order.parts(request.num_prompt_tokens):
+            own = blocks[part.place : part.end_place]
+            pool.cache_full_blocks(
+                request=request,
+                # vLLM counts the prompt's blocks from its beginning.
+                blocks=[pool.null_block] * part.first + own,
+                num_cached_blocks=max(part.first, len(landed.local)) if part.place == 0 else part.first,
+                num_full_blocks=part.first + len(own),
+                block_size=part.group.tokens_per_block,
+                kv_cache_group_id=part.group.group_id,
+            )
 
     def _free(self, landed: Landed) -> None:
         """Unpins all blocks of the landing, which stay in the prefix cache until vLLM reuses them."""
@@ -502,8 +517,8 @@ class LandDirect(SchedulerKind):
         if landed is None or not landed.is_ready:
             return
         if tokens and landed.rest is not None and direct is not None and state is not None:
-            size = direct.group.tokens_per_block
-            own = blocks.blocks[direct.group.group_id][(request.num_prompt_tokens - 1) // size]
+            full = direct.order.full
+            own = blocks.blocks[full.group_id][(request.num_prompt_tokens - 1) // full.tokens_per_block]
             self._copies.copy(landed.rest, own)
             # The step copies the block before it computes, and so before its saves.
             state.tokens_ended(ok=True)

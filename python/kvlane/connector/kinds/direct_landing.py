@@ -99,15 +99,18 @@ def take_blocks(shared: SchedulerShared, count: int) -> list[Block]:
 def proven_blocks(
     shared: SchedulerShared, state: RequestState, hashes: Sequence[tuple[int, bytes]]
 ) -> int | None:
-    """The number of the prompt's blocks that the other engine computed from this request's tokens, as far as hashes
+    """The number of the hand-off's blocks that the other engine computed from this request's tokens, as far as hashes
     prove it: a hash covers its block and all before. None if a hash is not this request's."""
     direct, own = shared.direct, shared.hashes
     assert direct is not None
-    size, prompt = direct.group.tokens_per_block, state.request.num_prompt_tokens
+    order, prompt = direct.order, state.request.num_prompt_tokens
 
-    def of(block: int) -> bytes | None:
-        if block * size >= prompt:
+    def of(place: int) -> bytes | None:
+        found = order.at(prompt, place)
+        if found is None:
             return None
+        group, block = found
+        size = group.tokens_per_block
         is_rest = (block + 1) * size > prompt
         return own.of_rest(state, block * size) if is_rest else own.ending_at(state, (block + 1) * size)
 

@@ -16,6 +16,7 @@ from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
+from kvlane.connector.saves import block_if_intact
 from kvlane.connector.vllm_protocols import (
     Block,
     Request,
@@ -92,7 +93,7 @@ class OfferDirect(SchedulerKind):
             return
         if (
             not state.request.block_hashes
-            and state.request.num_prompt_tokens >= direct.group.tokens_per_block
+            and state.request.num_prompt_tokens >= direct.order.full.tokens_per_block
         ):
             self._count_refusal("hashes", "vLLM's prefix caching is off")
             return
@@ -158,13 +159,14 @@ class OfferDirect(SchedulerKind):
                 continue
             tables = shown.resolve_block_ids(request_id) if shown is not None else state.block_ids
             if tables:
-                filled += self._fill(state, offered, scheduled, tables)
+                filled += self._fill(state, offered, scheduled, tables, shown is not None)
         if filled:
             jobs.others[NAME] = filled
 
-    def _fill(self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables) -> list[Computed]:
-        """Pins the prompt's blocks that this step fills: whole blocks, and after the last token also the block that the
-        rest of the prompt fills in part."""
+    def _fill(
+        self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables, exact: bool
+    ) -> list[Computed]:
+        """Pins the prompt's blocks that this step fills, as far as they are handed over."""
         shared, direct = self._shared, self._shared.direct
         assert direct is not None and direct.agent is not None
         request = state.request
@@ -172,35 +174,67 @@ class OfferDirect(SchedulerKind):
         if not direct.agent.lending_progress(offered.lending.id, 0, tokens):
             self._end_request(request.request_id, is_complete=False)
             return []
-        size, prompt, first = direct.group.tokens_per_block, request.num_prompt_tokens, len(offered.pinned)
-        whole = min(tokens, prompt) // size
-        has_rest = direct.hands_over_rests and tokens >= prompt and prompt % size > 0
-        end = whole + int(has_rest)
-        if end <= first:
+        filled = self._filled(state, offered, tokens, tables, exact)
+        if filled is None:
+            self._count_refusal(
+                "boundary", "vLLM has not kept all that its hits need at the end of its last whole block"
+            )
+            self._end_request(request.request_id, is_complete=False)
+            return []
+        if not filled:
             return []
         pool = shared.pins.pool
         assert pool is not None
+        blocks = [pool.blocks[block_id] for each in filled for block_id in each.blocks]
         most, setting = direct.offered_blocks(len(pool.blocks))
-        if not self._make_room(end - first, most, offered.lending.id):
+        if not self._make_room(len(blocks), most, offered.lending.id):
             self._count_refusal("pins", f"more blocks than {setting} allows would be pinned")
             self._end_request(request.request_id, is_complete=False)
             return []
-        ids = list(tables[direct.group.group_id][first:end])
-        blocks = [pool.blocks[block_id] for block_id in ids]
         shared.pins.pin(blocks)
         offered.pinned += blocks
-        filled = offered.unsent
-        if whole > first:
-            last = shared.hashes.ending_at(state, whole * size)
-            filled.append(Computed(offered.lending.id, first, ids[: whole - first], last))
-        if has_rest and first <= whole:
-            rest = shared.hashes.of_rest(state, whole * size)
-            filled.append(Computed(offered.lending.id, whole, ids[whole - first :], rest))
-        if direct.offers_at_once and end < direct.blocks_of(prompt):
+        offered.unsent += filled
+        if direct.offers_at_once and len(offered.pinned) < direct.order.count(request.num_prompt_tokens):
             return []
-        offered.unsent = []
+        filled, offered.unsent = offered.unsent, []
         shared.counters.add("direct_offered_blocks", sum(len(each.blocks) for each in filled))
         return filled
+
+    def _filled(
+        self, state: RequestState, offered: _Offered, tokens: int, tables: Tables, exact: bool
+    ) -> list[Computed] | None:
+        """What a lending has of the prompt's first `tokens` tokens, and has not pinned yet. None if vLLM has not kept
+        what windows and states hand over. `exact`: as in `Saves.add`."""
+        direct, hashes, pool = self._shared.direct, self._shared.hashes, self._shared.pins.pool
+        assert direct is not None and pool is not None
+        order, lending, prompt = direct.order, offered.lending.id, state.request.num_prompt_tokens
+        handed, first = order.tokens(prompt), len(offered.pinned)
+        full, *others = order.parts(prompt)
+        size, table = full.group.tokens_per_block, tables[full.group.group_id]
+        whole = min(tokens, handed) // size
+        found = []
+        if whole > first:
+            found.append(
+                Computed(lending, first, list(table[first:whole]), hashes.ending_at(state, whole * size))
+            )
+        if first < full.end and tokens >= handed:
+            if full.end > whole:
+                rest = hashes.of_rest(state, whole * size)
+                found.append(Computed(lending, whole, list(table[whole : full.end]), rest))
+            # Another boundary needs other blocks of windows, and another state.
+            for part in others:
+                if part.end == part.first:
+                    continue
+                blocks = list(tables[part.group.group_id][part.first : part.end])
+                raw = hashes.raw(state, part.group, part.first, part.end)
+                if len(blocks) < part.end - part.first or not all(
+                    block_if_intact(pool.blocks[block_id], block_hash, part.group, exact)
+                    for block_id, block_hash in zip(blocks, raw, strict=True)
+                ):
+                    return None
+                last = hashes.ending_at(state, part.end * part.group.tokens_per_block)
+                found.append(Computed(lending, part.place, blocks, last))
+        return found
 
     def _make_room(self, blocks: int, most: int, lending: bytes) -> bool:
         """Whether `blocks` more may be pinned for a lending. If room is short, this ends the oldest lendings that no
@@ -221,7 +255,7 @@ class OfferDirect(SchedulerKind):
             self._refuse_unknown()
         offered = self._by_request.get(request.request_id)
         if offered is not None and self._shared.direct is not None:
-            blocks = self._shared.direct.blocks_of(request.num_prompt_tokens)
+            blocks = self._shared.direct.order.count(request.num_prompt_tokens)
             self._end_request(request.request_id, is_complete=len(offered.pinned) >= blocks)
 
     def _end_request(self, request_id: str, is_complete: bool) -> None:

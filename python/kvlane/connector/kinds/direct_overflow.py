@@ -74,8 +74,11 @@ class Overflow:
 
     def _daemon_takes(self, state: RequestState) -> bool:
         shared = self._shared
+        direct, _ = self._agent()
+        # It saves blocks of one group.
         return (
-            shared.shape.has_daemon
+            not direct.order.others
+            and shared.shape.has_daemon
             and shared.shape.can_save
             and shared.core.ready
             and shared.weights.are_known
@@ -105,7 +108,7 @@ class Overflow:
             return
         if landed.no_room_since is None:
             landed.no_room_since = now
-        end = direct.blocks_of(landed.state.request.num_prompt_tokens)
+        end = direct.order.count(landed.state.request.num_prompt_tokens)
         others = sum(each.overflow.end_block for each in landings if each.overflow is not None)
         is_early = not lacks_blocks and now < landed.no_room_since + WAIT_FOR_SHARE_SECONDS
         if landed.loads or landed.failed or is_early or not self.fits_pool(end + others):
@@ -224,7 +227,7 @@ class Overflow:
     def _save_arrived(self, landed: Landed, overflow: Overflowing, end_block: int, jobs: StepJobs) -> bool:
         """Saves whole blocks before this one, as many as may be pinned. False if some are left."""
         direct, _ = self._agent()
-        whole = landed.state.request.num_prompt_tokens // direct.group.tokens_per_block
+        whole = landed.state.request.num_prompt_tokens // direct.order.full.tokens_per_block
         count = min(end_block, whole) - overflow.next_save
         if count <= 0:
             return True
@@ -250,7 +253,7 @@ class Overflow:
         now = self._shared.clock()
         first = overflow.next_save
         jobs.saves.append(
-            self._saves.save_apart(state, direct.group, first, list(blocks[:count]), now, ended)
+            self._saves.save_apart(state, direct.order.full, first, list(blocks[:count]), now, ended)
         )
         overflow.in_saves += count
         return count
@@ -280,7 +283,7 @@ class Overflow:
         shared, state = self._shared, landed.state
         if overflow.in_saves:
             return
-        tokens = overflow.next_save * direct.group.tokens_per_block
+        tokens = overflow.next_save * direct.order.full.tokens_per_block
         if not overflow.is_looked_up:
             overflow.is_looked_up = True
             self._loads.find_saved(state, tokens)
