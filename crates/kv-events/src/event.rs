@@ -52,6 +52,10 @@ pub struct BlockStored {
     pub extra_keys: Vec<Vec<ExtraKey>>,
     /// The KV cache group that the blocks belong to.
     pub group: Option<u32>,
+    /// vLLM's name for what the group's layers keep: `full_attention`, `sliding_window`, `mamba`.
+    pub kind: Option<String>,
+    /// Tokens of context that a token of the group sees, if it is a sliding window's.
+    pub window: Option<u32>,
 }
 
 /// Removed blocks, all of one medium and group.

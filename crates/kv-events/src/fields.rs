@@ -19,6 +19,8 @@ const STORED_ORDER: &[&str] = &[
     "lora_name",
     "extra_keys",
     "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
 ];
 const REMOVED_ORDER: &[&str] = &["block_hashes", "medium", "group_idx"];
 
@@ -44,6 +46,8 @@ pub(crate) struct Fields {
     lora_name: Option<String>,
     extra_keys: Vec<Vec<ExtraKey>>,
     group: Option<u32>,
+    kind: Option<String>,
+    window: Option<u32>,
 }
 
 impl Fields {
@@ -65,6 +69,12 @@ impl Fields {
                 self.lora_name = optional(reader, |reader| Ok(reader.text("lora_name")?.to_owned()))?;
             }
             "group_idx" => self.group = optional(reader, |reader| reader.unsigned_32("group_idx"))?,
+            "kv_cache_spec_kind" => {
+                self.kind = optional(reader, |reader| Ok(reader.text("kv_cache_spec_kind")?.to_owned()))?;
+            }
+            "kv_cache_spec_sliding_window" => {
+                self.window = optional(reader, |reader| reader.unsigned_32("kv_cache_spec_sliding_window"))?;
+            }
             "extra_keys" => self.extra_keys = extra_keys(reader, limits)?,
             _ => reader.skip(limits.depth)?,
         }
@@ -91,6 +101,8 @@ impl Fields {
             lora_name: self.lora_name,
             extra_keys: self.extra_keys,
             group: self.group,
+            kind: self.kind,
+            window: self.window,
         }))
     }
 }

@@ -49,6 +49,8 @@ fn both_ways_in_which_vllm_writes_a_batch_say_the_same() {
         lora_name: None,
         extra_keys: vec![vec![], vec![ExtraKey::Text("salt".into())]],
         group: Some(0),
+        kind: None,
+        window: None,
     };
     let removed =
         BlockRemoved { hashes: vec![ExternalHash::Number(5)], medium: Some("CPU".to_owned()), group: None };
@@ -88,6 +90,8 @@ fn fields(event: &Event) -> (&'static str, Vec<(&'static str, Value)>, usize) {
                 ("lora_name", text(&stored.lora_name)),
                 ("extra_keys", if stored.extra_keys.is_empty() { Value::Nil } else { keys }),
                 ("group_idx", group(stored.group)),
+                ("kv_cache_spec_kind", text(&stored.kind)),
+                ("kv_cache_spec_sliding_window", group(stored.window)),
             ];
             ("BlockStored", fields, 4)
         }
@@ -153,13 +157,24 @@ fn an_event() -> impl Strategy<Value = Event> {
     let stored = (
         (vec(a_hash(), 0..20), option::of(a_hash()), vec(any::<u32>(), 0..70), any::<u32>()),
         (option::of(any::<i64>()), text(), text(), any::<bool>(), option::of(any::<u32>())),
+        (text(), option::of(any::<u32>())),
     );
-    let stored = stored.prop_map(|((hashes, parent, tokens, block_size), optional)| {
+    let stored = stored.prop_map(|((hashes, parent, tokens, block_size), optional, (kind, window))| {
         let (lora_id, medium, lora_name, has_extra_keys, group) = optional;
         let extra_keys = if has_extra_keys { extra_keys() } else { Vec::new() };
-        let stored =
-            BlockStored { hashes, parent, tokens, block_size, lora_id, medium, lora_name, extra_keys, group };
-        Event::Stored(stored)
+        Event::Stored(BlockStored {
+            hashes,
+            parent,
+            tokens,
+            block_size,
+            lora_id,
+            medium,
+            lora_name,
+            extra_keys,
+            group,
+            kind,
+            window,
+        })
     });
     let removed = (vec(a_hash(), 0..20), text(), option::of(any::<u32>()));
     let removed =

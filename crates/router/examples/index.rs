@@ -206,5 +206,7 @@ fn stored(name: u32) -> BlockStored {
         lora_name: None,
         extra_keys: Vec::new(),
         group: None,
+        kind: None,
+        window: None,
     }
 }

@@ -1,15 +1,16 @@
 //! Which nodes hold which blocks, by their engines' KV events. Pure.
 //!
 //! A node holds a block while any medium of it does: GPU memory, or a medium that the engine can load from, such as kvlane's
-//! pool. Blocks with an unknown parent are counted and dropped, because as first blocks they would be another prompt's
+//! pool. Where a model has several KV cache groups, a hit needs blocks of each ([`groups`](super::groups)). Blocks with an unknown parent are counted and dropped, because as first blocks they would be another prompt's
 //! beginning.
 
-use std::time::Instant;
+use std::{collections::HashMap, time::Instant};
 
 use kvlane_kv_events::{BlockRemoved, BlockStored, ExternalHash, ExtraKey};
 
 use super::{
     chain::{block, seed},
+    groups::{Groups, of_group},
     promises::Promises,
     translation::Translation,
 };
@@ -45,6 +46,8 @@ pub struct Blocks {
     promises: Promises,
     translation: Translation,
     stats: Vec<BlockStats>,
+    /// Those of each node's model.
+    groups: Vec<Groups>,
 }
 
 /// The block before the next blocks of an event.
@@ -66,6 +69,7 @@ impl Blocks {
             promises: Promises::new(blocks_max / 16),
             translation: Translation::new(blocks_max),
             stats: Vec::new(),
+            groups: Vec::new(),
         }
     }
 
@@ -79,6 +83,20 @@ impl Blocks {
         self.stats.get(node).copied().unwrap_or_default()
     }
 
+    /// Takes note of the groups of a node's model. Events have to be told here before any of their batch is applied.
+    pub fn learn(&mut self, node: usize, event: &BlockStored) {
+        if self.groups.len() <= node {
+            self.groups.resize(node + 1, Groups::default());
+        }
+        self.groups[node].learn(event);
+    }
+
+    /// Whether blocks of this group of a node make up a prompt's beginning. They have to be applied before those of other
+    /// groups, which are known by the hashes of these.
+    pub fn are_of_a_beginning(&self, node: usize, group: Option<u32>) -> bool {
+        self.groups.get(node).map_or_else(|| Groups::default().is_full(group), |groups| groups.is_full(group))
+    }
+
     /// Applies the blocks of an event from index `from` on, at most [`BLOCKS_A_STEP`]. Returns the next `from` and parent;
     /// None once nothing of the event is left.
     pub fn stored(
@@ -90,8 +108,9 @@ impl Blocks {
     ) -> Option<(usize, Parent)> {
         let to = event.hashes.len().min(from + BLOCKS_A_STEP);
         let hashes = event.hashes.get(from..to).filter(|hashes| !hashes.is_empty())?;
-        if !is_prefix_group(event.group) {
-            return None;
+        if !self.are_of_a_beginning(node, event.group) {
+            self.stored_of_other(node, hashes, event.group, event.medium.as_deref());
+            return Some((to, Parent::OfEvent));
         }
         self.stats_mut(node).stored += hashes.len() as u64;
         if event.tokens.is_empty() {
@@ -137,6 +156,26 @@ impl Blocks {
         }
     }
 
+    fn stored_of_other(
+        &mut self,
+        node: usize,
+        hashes: &[ExternalHash],
+        group: Option<u32>,
+        medium: Option<&str>,
+    ) {
+        let Some(group) = self.decisive(node, group) else { return };
+        for engines in hashes {
+            if let Some(ours) = self.translation.get(engines) {
+                self.medium_mut(medium).insert_one(of_group(ours, group), node);
+            }
+        }
+    }
+
+    /// The group, if its blocks decide where a node's hits end.
+    fn decisive(&self, node: usize, group: Option<u32>) -> Option<u32> {
+        group.filter(|_| self.groups.get(node).is_some_and(|groups| groups.is_other(group)))
+    }
+
     fn stored_by_hash(&mut self, node: usize, hashes: &[ExternalHash], medium: Option<&str>) {
         for engines in hashes {
             match self.translation.get(engines) {
@@ -148,13 +187,18 @@ impl Blocks {
 
     /// Applies the removal of blocks from one medium.
     pub fn removed(&mut self, node: usize, event: &BlockRemoved) {
-        if !is_prefix_group(event.group) {
+        let other = self.decisive(node, event.group);
+        if other.is_none() && !self.are_of_a_beginning(node, event.group) {
             return;
         }
         for engines in &event.hashes {
             if let Some(ours) = self.translation.get(engines) {
-                self.medium_mut(event.medium.as_deref()).remove_one(ours, node);
+                let key = other.map_or(ours, |group| of_group(ours, group));
+                self.medium_mut(event.medium.as_deref()).remove_one(key, node);
             }
+        }
+        if other.is_some() {
+            return;
         }
         self.stats_mut(node).removed += event.hashes.len() as u64;
     }
@@ -170,6 +214,9 @@ impl Blocks {
     pub fn forget(&mut self, node: usize) {
         self.cleared(node);
         *self.stats_mut(node) = BlockStats::default();
+        if let Some(groups) = self.groups.get_mut(node) {
+            *groups = Groups::default();
+        }
     }
 
     /// Records that the node will have these blocks, because it was given a prompt of them.
@@ -177,14 +224,19 @@ impl Blocks {
         self.promises.add(blocks, node, now);
     }
 
-    /// Finds the number of leading blocks of the chain that each of these nodes has. `of` has a bit for each node, 64 in a
+    /// Finds the number of leading blocks of the chain that are a hit in each of these nodes. `of` has a bit for each node, 64 in a
     /// word. Calls `found(node, blocks)` once for each.
     pub fn matched(&mut self, chain: &[u64], of: &[u64], now: Instant, mut found: impl FnMut(usize, usize)) {
         self.promises.expire(now);
         for (table, &nodes) in of.iter().enumerate() {
+            let mut of_several = Vec::new();
             let mut end = |count: usize, mut nodes: u64| {
                 while nodes != 0 {
-                    found(table * NODES_A_TABLE + nodes.trailing_zeros() as usize, count);
+                    let node = table * NODES_A_TABLE + nodes.trailing_zeros() as usize;
+                    match self.groups.get(node).filter(|groups| !groups.are_one()) {
+                        Some(groups) => of_several.push((node, groups, count)),
+                        None => found(node, count),
+                    }
                     nodes &= nodes - 1;
                 }
             };
@@ -206,6 +258,21 @@ impl Blocks {
                 still &= held;
             }
             end(chain.len(), still);
+            // All nodes of the table share a look at a block.
+            let mut seen: HashMap<(u32, usize), u64> = HashMap::new();
+            for (node, groups, count) in of_several {
+                let size = self.stats(node).block_size.unwrap_or(1);
+                let hit = groups.hit(size, count, |group, block| {
+                    let held = seen.entry((group, block)).or_insert_with(|| {
+                        let key = of_group(chain[block], group);
+                        self.device.nodes_of(key, table)
+                            | self.other.nodes_of(key, table)
+                            | self.promises.nodes_of(chain[block], table)
+                    });
+                    *held & 1 << (node % NODES_A_TABLE) != 0
+                });
+                found(node, hit);
+            }
         }
     }
 
@@ -214,7 +281,19 @@ impl Blocks {
     pub fn pooled(&self, chain: &[u64], of: &[(usize, u64)]) -> usize {
         let is_held =
             |block: &&u64| of.iter().any(|(table, nodes)| self.other.nodes_of(**block, *table) & nodes != 0);
-        chain.iter().take_while(is_held).count()
+        let count = chain.iter().take_while(is_held).count();
+        let mut groups = of.iter().flat_map(|(table, nodes)| {
+            let nodes = (0..NODES_A_TABLE).filter(move |bit| nodes >> bit & 1 != 0);
+            nodes.map(move |bit| table * NODES_A_TABLE + bit)
+        });
+        // Engines of a pool have the same groups.
+        let Some((node, groups)) = groups.find_map(|node| {
+            self.groups.get(node).filter(|groups| !groups.are_one()).map(|groups| (node, groups))
+        }) else {
+            return count;
+        };
+        let size = self.stats(node).block_size.unwrap_or(1);
+        groups.hit(size, count, |group, block| is_held(&&of_group(chain[block], group)))
     }
 
     fn medium_mut(&mut self, medium: Option<&str>) -> &mut Index {
@@ -231,11 +310,6 @@ impl Blocks {
 
 fn is_device(medium: Option<&str>) -> bool {
     medium.is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"))
-}
-
-/// Hybrid models have groups of layers, each with its own blocks. Only the first group's blocks stand for prefixes.
-fn is_prefix_group(group: Option<u32>) -> bool {
-    group.is_none_or(|group| group == 0)
 }
 
 /// Older engines report an adapter's number only, which no request names, so their blocks match no prompt.

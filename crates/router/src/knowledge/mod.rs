@@ -18,6 +18,7 @@ mod blocks;
 mod cache;
 mod chain;
 mod grade;
+mod groups;
 mod messages;
 mod node;
 mod pool_nodes;

@@ -284,10 +284,11 @@ impl Knowledge {
         for (size, tables) in &wanted {
             let size_64 = u64::from(*size);
             // The engine always computes the last token, and so its whole block.
-            let most = count.saturating_sub(1) / size_64 * size_64;
-            state.blocks.matched(&chains[size], tables, now, |slot, blocks| {
+            let most = (count.saturating_sub(1) / size_64) as usize;
+            let chain = &chains[size];
+            state.blocks.matched(&chain[..most.min(chain.len())], tables, now, |slot, blocks| {
                 if let Some(&id) = ids.get(&slot) {
-                    let tokens = (blocks as u64 * size_64).min(most);
+                    let tokens = blocks as u64 * size_64;
                     cached.set(id, Cached { tokens, block_size: size_64 });
                 }
             });
@@ -351,6 +352,19 @@ impl Knowledge {
     /// Applies a batch of a node's events. Releases the lock between steps of [`BLOCKS_A_STEP`](super::BLOCKS_A_STEP) blocks.
     pub(super) fn apply(&self, id: NodeId, batch: &Batch) {
         for event in &batch.events {
+            if let Event::Stored(stored) = event {
+                self.state.lock().blocks.learn(id.slot(), stored);
+            }
+        }
+        let parts = batch.events.split_inclusive(|event| *event == Event::Cleared);
+        // Blocks of other groups are known by hashes that the group with full attention has told.
+        let turns = parts.flat_map(|part| [true, false].map(|turn| (part, turn)));
+        for (event, turn) in turns.flat_map(|(part, turn)| part.iter().map(move |event| (event, turn))) {
+            let group = match event {
+                Event::Stored(stored) => stored.group,
+                Event::Removed(removed) => removed.group,
+                Event::Cleared => None,
+            };
             let mut next = Some((0, Parent::OfEvent));
             while let Some((from, parent)) = next {
                 let mut state = self.state.lock();
@@ -358,6 +372,10 @@ impl Knowledge {
                     return;
                 }
                 next = None;
+                let is_first = *event != Event::Cleared && state.blocks.are_of_a_beginning(id.slot(), group);
+                if is_first != turn {
+                    break;
+                }
                 match event {
                     Event::Stored(stored) => next = state.blocks.stored(id.slot(), stored, from, parent),
                     Event::Removed(removed) => state.blocks.removed(id.slot(), removed),

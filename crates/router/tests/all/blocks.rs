@@ -34,6 +34,8 @@ fn stored(pieces: &[u8], from: usize, salt: u64, medium: Option<&str>) -> BlockS
         lora_name: None,
         extra_keys: Vec::new(),
         group: None,
+        kind: None,
+        window: None,
     }
 }
 

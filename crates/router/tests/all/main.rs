@@ -4,6 +4,7 @@ mod answers;
 mod balance;
 mod blocks;
 mod body;
+mod groups;
 mod index;
 mod legs;
 mod members;
