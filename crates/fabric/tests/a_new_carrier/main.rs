@@ -298,16 +298,21 @@ fn memory_that_was_given_back_is_touched_no_more() {
 
 #[test]
 fn an_engine_that_is_closed_is_touched_no_more_and_its_peer_is_lost() {
-    let (wire, here, there, peer) = connected();
-    let handles: Vec<Handle> = (0..64).map(|_| here.begin(peer, Op::Write, here.all(&there))).collect();
-    there.memory.wait_for(0);
-    let Side { engine, memory, .. } = there;
-    drop(engine);
-    memory.fill(0, 8 * MIB, 0x55);
-    let last = handles.last().unwrap().wait(Some(PATIENCE)).unwrap();
-    assert_eq!(last, Err(Failure::PeerLost));
-    assert_eq!(memory.other_than(0, 8 * MIB, 0x55), None);
-    assert_eq!(wire.count(), 1);
-    here.engine.close();
-    assert_eq!(wire.count(), 0);
+    // On a busy machine all writes may have come before the engine is closed.
+    let was_in_time = (0..10).any(|_| {
+        let (wire, here, there, peer) = connected();
+        let handles: Vec<Handle> = (0..64).map(|_| here.begin(peer, Op::Write, here.all(&there))).collect();
+        there.memory.wait_for(0);
+        let Side { engine, memory, .. } = there;
+        drop(engine);
+        memory.fill(0, 8 * MIB, 0x55);
+        let last = handles.last().unwrap().wait(Some(PATIENCE)).unwrap();
+        assert!(matches!(last, Ok(()) | Err(Failure::PeerLost)), "{last:?}");
+        assert_eq!(memory.other_than(0, 8 * MIB, 0x55), None);
+        assert_eq!(wire.count(), 1);
+        here.engine.close();
+        assert_eq!(wire.count(), 0);
+        last == Err(Failure::PeerLost)
+    });
+    assert!(was_in_time, "no write was lost with its engine");
 }
