@@ -9,7 +9,7 @@ import pytest
 from fakes import BLOCK, Request, full_group, window_group
 from test_direct import ID, LandingPool, World, filled, lending
 
-from kvlane.connector.groups import STATE
+from kvlane.connector.groups import CHUNKS, STATE
 
 TOKENS = 82
 FULL, WINDOW, STATES = full_group(0), window_group(1, 3), replace(window_group(2, 1, 2 * BLOCK), kind=STATE)
@@ -54,6 +54,10 @@ class Windowed(Hybrid):
     groups = (FULL, WINDOW)
 
 
+class InChunks(Hybrid):
+    groups = (FULL, replace(window_group(1, 4), kind=CHUNKS, window=16))
+
+
 def last_hashes(made: World, request: Request) -> list[tuple[int, bytes]]:
     """The hashes that a prefill engine sends: of each group's last block."""
     ends = made.hash(request, WHOLE - 1)[1]
@@ -79,6 +83,35 @@ def test_what_lands_becomes_the_cache_of_each_group() -> None:
     assert made.references() == own
     stats = made.side.take_stats()
     assert stats is not None and (stats["direct_landed"], stats["direct_landed_tokens"]) == (1, HANDED)
+
+
+def test_blocks_that_a_step_fills_with_zeros_are_not_landed_in() -> None:
+    """A request that was preempted in the same step had them, and vLLM zeroes them all the same."""
+    made = Hybrid()
+    first = [block.block_id for block in made.pool.blocks if not block.is_null][:2]
+    request = made.request()
+    assert made.waits(request)
+    plan = made.side.plan_step
+
+    def with_zeros(output: Any, jobs: Any) -> None:
+        output.new_block_ids_to_zero = first
+        plan(output, jobs)
+
+    made.side.plan_step = with_zeros
+    made.step()
+    assert len(made.agent.room[ID]) == ALL and not {*first} & {*made.agent.room[ID]}
+
+
+def test_a_prompt_that_the_engine_has_is_not_asked_for() -> None:
+    """Its chunk is over where hits end, so there is nothing beside full attention. vLLM has not asked for it yet."""
+    made = InChunks()
+    request = made.request()
+    for block, block_hash in zip(made.pool.blocks[1:], request.block_hashes, strict=False):
+        block.block_hash = block_hash + (0).to_bytes(4, "big")
+    made.step()
+    assert made.agent.landings == {} and made.references() == 0
+    stats = made.side.take_stats()
+    assert stats is None or not stats.get("direct_fallbacks")
 
 
 @pytest.mark.parametrize("missing", ["window", "state", "hash of the window", "hash of the state"])

@@ -13,6 +13,7 @@ from prefill_engine import CHUNK, PrefillEngine
 from test_vllm_families import options
 
 from kvlane.connector import capabilities
+from kvlane.connector.groups import STATE
 from kvlane.demo.families import FAMILIES
 from kvlane.demo.model import build_family
 
@@ -77,6 +78,9 @@ def test_a_prompt_lands_up_to_where_hits_end(p: PrefillEngine, d: InProcessEngin
     got, cached = answer(d, name)
     assert (got, cached) == (truth, expected(d, tokens))
     assert d.counted["direct_landed"] == landed + 1
+    # vLLM computes Falcon-H1's state after the attention of its layer, and calls no hook behind it.
+    rank, groups = d.connector._worker._shared.direct, d.connector._scheduler._shape.groups
+    assert (rank.layer_hook is None) == any(group.kind == STATE for group in groups)
     d.generate(prompt(99, 40), 1)
     p.run_a_step()
     assert (d.books(), p.ask("books")) == (own, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvlane.connector import capabilities
+from kvlane.connector.assemble import may_write_free_blocks
 from kvlane.connector.groups import (
     STATE,
     CacheGroup,
@@ -183,3 +185,61 @@ def test_where_vllm_takes_hits_that_states_do_not_have_the_engine_does_not_start
         check_local_hits(*with_states(states(), caching=False))
         full = groups.kv_cache_groups[1]
         check_local_hits(config, SimpleNamespace(kv_cache_groups=[full, full]))
+
+
+def in_use_of_a_running_step() -> int:
+    """How many blocks of a window vLLM frees while a step that writes them is under way."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+    from vllm.v1.request import Request
+
+    def made(kind: Any, **arguments: Any) -> Any:
+        known = inspect.signature(kind.__init__).parameters
+        return kind(**{name: value for name, value in arguments.items() if name in known})
+
+    init_none_hash(sha256)
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)]
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in zip("ab", specs, strict=True)]
+    manager = made(
+        KVCacheManager,
+        kv_cache_config=KVCacheConfig(num_blocks=600, kv_cache_tensors=[], kv_cache_groups=groups),
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        max_in_flight_tokens=1024,
+        scheduler_block_size=16,
+        hash_block_size=16,
+        enable_caching=True,
+    )
+    request = made(
+        Request,
+        request_id="r",
+        prompt_token_ids=list(range(2000)),
+        sampling_params=SamplingParams(max_tokens=4),
+        pooling_params=None,
+        eos_token_id=None,
+        block_hasher=get_request_block_hasher(16, sha256),
+    )
+    assert manager.allocate_slots(request, 512)
+    written = list(manager.get_blocks("r").blocks[1])
+    # The next step is planned while that one runs.
+    request.num_computed_tokens = request.num_in_flight_tokens = 512
+    assert manager.allocate_slots(request, 512)
+    return sum(block.ref_cnt == 0 for block in written)
+
+
+def test_where_vllm_frees_blocks_that_a_step_uses_nothing_is_loaded_into_windows() -> None:
+    assert (in_use_of_a_running_step() == 0) == capabilities.windows_outlast_steps()
+    full = CacheGroup(0, 0, "full_attention", 0, 16, 0, "f32", False, ("a",))
+    window = dataclasses.replace(full, index=1, kind="sliding_window", window=64, window_blocks=4)
+
+    def may(groups: list[CacheGroup], steps: int, outlast: bool) -> bool:
+        config: Any = SimpleNamespace(max_concurrent_batches=steps)
+        with mock.patch.object(capabilities, "windows_outlast_steps", return_value=outlast):
+            return may_write_free_blocks(config, groups)
+
+    assert not may([full, window], 2, False)
+    assert may([full, window], 1, False) and may([full, window], 2, True) and may([full], 2, False)

@@ -64,6 +64,7 @@ def build_scheduler_side(
             "groups (it can from 0.30 on)",
             len(groups),
         )
+    can_load = can_load and may_write_free_blocks(vllm_config, groups)
     has_daemon = uses_daemon(settings)
     shape = EngineShape(
         groups=groups,
@@ -109,6 +110,23 @@ def build_scheduler_side(
     )
     direct = build_direct(vllm_config, kv_cache_config, groups, namespaces, settings)
     return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config), direct=direct)
+
+
+def may_write_free_blocks(vllm_config: VllmConfig, groups: list[CacheGroup]) -> bool:
+    """Whether no step reads the blocks that vLLM gives to a request, or that are free. Logs why not."""
+    if (
+        not any(group.window_blocks for group in groups)
+        or capabilities.steps_at_once(vllm_config) == 1
+        or capabilities.windows_outlast_steps()
+    ):
+        return True
+    # Log: this engine saves blocks, loads none and takes none over, because a step could still read what a load
+    # writes. Do: use vLLM 0.32 or newer for this model, or --no-async-scheduling.
+    logger.warning(
+        "kvlane: nothing is loaded: with async scheduling or a pipeline this vLLM gives away blocks that fell out of a "
+        "window while a step still reads them (0.32 does not, nor does any with --no-async-scheduling)"
+    )
+    return False
 
 
 def takes_last_block(

@@ -146,6 +146,14 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
     return 1 if latent and vllm_config.model_config.use_mla else None
 
 
+def windows_outlast_steps() -> bool:
+    """Whether blocks that fall out of a window stay their request's until the steps that read them are over. Else vLLM
+    gives them away while such a step is under way, and a load may overwrite them."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return "num_in_flight_tokens" in inspect.getsource(KVCacheManager.allocate_slots)
+
+
 def steps_at_once(vllm_config: VllmConfig) -> int:
     """How many steps an engine may have under way: more than one with async scheduling, or in a pipeline."""
     known = getattr(vllm_config, "max_concurrent_batches", None)

@@ -110,6 +110,8 @@ class _Piece:
 
     start: int
     """Address in block 0."""
+    index: int
+    """The region's place in its group's layout."""
     length: int
     stride: int
     blocks: int
@@ -156,7 +158,9 @@ def _pieces(number: int, layout: GroupLayout) -> list[_Piece]:
     found = []
     for index, (address, stride, blocks, length, offsets) in enumerate(layout.regions):
         layer = next(name for name, last in layers if last >= index)
-        found += [_Piece(address + offset, length, stride, blocks, number, layer) for offset in offsets]
+        found += [
+            _Piece(address + offset, index, length, stride, blocks, number, layer) for offset in offsets
+        ]
     return found
 
 
@@ -164,9 +168,9 @@ def _last_layer(pieces: Sequence[_Piece]) -> str:
     return max((piece.layer for piece in pieces), key=natural_order)
 
 
-def _told(among: Sequence[_Piece], piece: _Piece) -> tuple[int, str, int, int]:
+def _told(among: Sequence[_Piece], piece: _Piece) -> tuple[int, str, int, int, int]:
     """A piece without addresses."""
-    return piece.group, piece.layer, piece.start - among[0].start, piece.length
+    return piece.group, piece.layer, piece.index, piece.start - among[0].start, piece.length
 
 
 def _check_cut(merged: Sequence[Sequence[_Piece]]) -> None:

@@ -15,7 +15,7 @@ from kvlane.connector.affinity import unbound, warn_of_shared_processors
 from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of, handoff_order
 from kvlane.connector.block_copier import storages_of
 from kvlane.connector.direct_order import shared_memory
-from kvlane.connector.groups import Unsupported, cache_groups
+from kvlane.connector.groups import STATE, Unsupported, cache_groups
 from kvlane.connector.guard import logger
 from kvlane.connector.kinds.kind import DirectRank
 from kvlane.connector.layout import group_layout, layer_hints
@@ -91,9 +91,11 @@ def start_rank(
         logger.info(
             "kvlane: prompts are handed over step by step, not layer by layer: vLLM computes micro-batches"
         )
+    # vLLM calls no hook behind a layer that computes a state, so a region may lack one after its last attention layer.
+    has_states = any(group.kind == STATE for group in groups)
     rank = DirectRank(
         agent,
-        None if in_parts else agent.layer_hook(list(memory.last_region.items())),
+        None if in_parts or has_states else agent.layer_hook(list(memory.last_region.items())),
         compute_stream(device) if device is not None else lambda: 0,
     )
     return rank, RankHandshake(parallel.rank, agent.endpoint, key, memory.digest)

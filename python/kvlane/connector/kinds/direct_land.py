@@ -83,6 +83,8 @@ class LandDirect(SchedulerKind):
         self._nothing_runs_since: float | None = None
         self._running = 0
         """Requests that compute in the planned step."""
+        self._zeroed: frozenset[int] = frozenset()
+        """Blocks that the workers fill with zeros in that step, as models with states need it."""
 
     def request_added(self, state: RequestState) -> None:
         self._end_finished()
@@ -190,6 +192,8 @@ class LandDirect(SchedulerKind):
         # A READ into a block would not wait for a step in progress that copies from it.
         room, is_first = BLOCKS_A_STEP if self._copies.is_settled else 0, True
         self._running = len(output.num_scheduled_tokens)
+        # A request of this step may have had them, and was preempted.
+        self._zeroed = frozenset(getattr(output, "new_block_ids_to_zero", None) or ())
         landings = list(self._landings.values())
         in_use = sum(len(each.taken) for each in landings if each.overflow is None)
         # As in vLLM's own queue, a prompt without room lets no later one pass. One that waits in the daemon's pool is
@@ -325,14 +329,13 @@ class LandDirect(SchedulerKind):
             # vLLM's own hit may be shorter than what it has of full attention.
             has = max(landed.state.local_tokens, found * size)
             missing = order.tokens(request.num_prompt_tokens) - has
-        if not may_land or missing < TOKENS_MIN:
+        if not may_land or missing < TOKENS_MIN or not landed.wanted:
             self._free(landed)
             landed.is_ready = True
             return
         # After `touch`, because blocks that are pinned are no longer free.
-        landed.taken = take_blocks(
-            self._shared, min(found - local, self._share(landed, room, in_use, is_first))
-        )
+        stored = min(found - local, self._share(landed, room, in_use, is_first))
+        landed.taken = take_blocks(self._shared, stored, self._zeroed)
         landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
         patience, first = shared.settings.direct_wait_ms, local + landed.stored
@@ -402,7 +405,7 @@ class LandDirect(SchedulerKind):
         """Takes blocks for the landing, and has the prefill engine's blocks read into them."""
         direct = self._shared.direct
         assert direct is not None and direct.agent is not None
-        blocks = take_blocks(self._shared, min(landed.wanted - len(landed.taken), most))
+        blocks = take_blocks(self._shared, min(landed.wanted - len(landed.taken), most), self._zeroed)
         if blocks:
             landed.taken += blocks
             direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])

@@ -80,14 +80,15 @@ def landing_pool(shared: SchedulerShared) -> LandingPool:
     return cast("LandingPool", shared.pins.pool)
 
 
-def take_blocks(shared: SchedulerShared, count: int) -> list[Block]:
-    """Takes the oldest free blocks, at most `count`: evicts them from the prefix cache and pins them."""
+def take_blocks(shared: SchedulerShared, count: int, but: frozenset[int] = frozenset()) -> list[Block]:
+    """Takes the oldest free blocks, at most `count`, and none of `but`: evicts them from the prefix cache and pins
+    them."""
     pool = landing_pool(shared)
     blocks: list[Block] = []
     block = pool.free_block_queue.fake_free_list_head.next_free_block
     watched = getattr(pool, "_reuse_watchers", {})
     while len(blocks) < count and block is not None and block.next_free_block is not None:
-        if block.block_id not in watched:
+        if block.block_id not in watched and block.block_id not in but:
             blocks.append(block)
         block = block.next_free_block
     if blocks:
