@@ -1,8 +1,8 @@
 //! Which nodes hold which blocks, by their engines' KV events. Pure.
 //!
 //! A node holds a block while any medium of it does: GPU memory, or a medium that the engine can load from, such as kvlane's
-//! pool. Where a model has several KV cache groups, a hit needs blocks of each ([`groups`](super::groups)). Blocks with an unknown parent are counted and dropped, because as first blocks they would be another prompt's
-//! beginning.
+//! pool. Where a model has several KV cache groups, a hit needs blocks of each ([`groups`](super::groups)). Blocks with an
+//! unknown parent are counted and dropped, because as first blocks they would be another prompt's beginning.
 
 use std::{collections::HashMap, time::Instant};
 
@@ -224,8 +224,8 @@ impl Blocks {
         self.promises.add(blocks, node, now);
     }
 
-    /// Finds the number of leading blocks of the chain that are a hit in each of these nodes. `of` has a bit for each node, 64 in a
-    /// word. Calls `found(node, blocks)` once for each.
+    /// Finds the number of leading blocks of the chain that are a hit in each of these nodes. `of` has a bit for each node, 64
+    /// in a word. Calls `found(node, blocks)` once for each.
     pub fn matched(&mut self, chain: &[u64], of: &[u64], now: Instant, mut found: impl FnMut(usize, usize)) {
         self.promises.expire(now);
         for (table, &nodes) in of.iter().enumerate() {

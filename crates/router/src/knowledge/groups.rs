@@ -12,6 +12,9 @@
 
 use kvlane_kv_events::BlockStored;
 
+/// Most groups of a node beside that with full attention. Models have a few.
+const GROUPS_MAX: usize = 64;
+
 /// The groups of one node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Groups {
@@ -47,8 +50,10 @@ impl Groups {
             _ => return,
         };
         let now = Other { group, tokens_a_block: size, blocks };
+        let is_full = self.others.len() >= GROUPS_MAX;
         match self.others.iter_mut().find(|other| other.group == group) {
             Some(other) => *other = now,
+            None if is_full => {}
             None => self.others.push(now),
         }
     }
@@ -74,8 +79,10 @@ impl Groups {
     /// ends with the prompt's block `block` is held.
     pub(super) fn hit(&self, size: u32, count: usize, mut holds: impl FnMut(u32, usize) -> bool) -> usize {
         let mut end = count;
+        // The lowest end for which each group was seen to hold all blocks up to the hit's: ends only get lower.
+        let mut held_from = vec![usize::MAX; self.others.len()];
         'shorter: while end > 0 {
-            for other in &self.others {
+            for (other, held_from) in self.others.iter().zip(&mut held_from) {
                 // Blocks of other sizes end elsewhere, and their hashes are no prompt's.
                 let Some(step) = (other.tokens_a_block as usize)
                     .checked_div(size as usize)
@@ -87,11 +94,17 @@ impl Groups {
                     end -= end % step;
                     continue 'shorter;
                 }
-                let ends = (1..=end / step).rev().take(other.blocks as usize).map(|block| block * step);
-                if let Some(missing) = ends.into_iter().find(|end| !holds(other.group, end - 1)) {
-                    // No hit ends at this block, or so shortly behind it that it needs it.
-                    end = missing - step;
-                    continue 'shorter;
+                let before = (other.blocks as usize).saturating_sub(1).saturating_mul(step);
+                let lowest = end.saturating_sub(before).max(step);
+                let mut at = end.min(held_from.saturating_sub(step));
+                while at >= lowest {
+                    if !holds(other.group, at - 1) {
+                        // No hit ends at this block, or so shortly behind it that it needs it.
+                        end = at - step;
+                        continue 'shorter;
+                    }
+                    *held_from = at;
+                    at -= step;
                 }
             }
             return end;

@@ -352,9 +352,12 @@ impl Knowledge {
     /// Applies a batch of a node's events. Releases the lock between steps of [`BLOCKS_A_STEP`](super::BLOCKS_A_STEP) blocks.
     pub(super) fn apply(&self, id: NodeId, batch: &Batch) {
         for event in &batch.events {
-            if let Event::Stored(stored) = event {
-                self.state.lock().blocks.learn(id.slot(), stored);
+            let Event::Stored(stored) = event else { continue };
+            let mut state = self.state.lock();
+            if !state.nodes.contains_key(&id) {
+                return;
             }
+            state.blocks.learn(id.slot(), stored);
         }
         let parts = batch.events.split_inclusive(|event| *event == Event::Cleared);
         // Blocks of other groups are known by hashes that the group with full attention has told.
