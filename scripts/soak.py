@@ -119,8 +119,13 @@ PARTS = {
         _make("engines", "data-parallel", "oldest", "RELEASE=1", "OLDEST=all"),
     ),
     "families": Part(
-        "small models with windows, chunks and states: forty answers each, warm, after restarts and from the SSD",
-        _make("engines", "ARGS=-m soak tests/connector/test_vllm_families.py"),
+        "small models with windows, chunks and states: forty answers each, warm, after restarts and from the SSD; "
+        "handed over; known by the router",
+        _make(
+            "engines",
+            "ARGS=-m soak tests/connector/test_vllm_families.py tests/connector/test_vllm_direct_groups.py "
+            "tests/engine/test_route_groups.py",
+        ),
     ),
     "chaos": Part(
         "5,000 requests of a real vLLM whose daemon is killed, stopped and restarted at the worst moments",
