@@ -12,6 +12,7 @@ from fakes import BLOCK, Engine, FakeWeights, Request, Step, full_group, window_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlane.connector.groups import CacheGroup
 from kvlane.connector.jobs import JobEnd, StepJobs
 from kvlane.connector.kinds.load import MISS_IS_OLD_SECONDS
 from kvlane.connector.weights import Weights
@@ -98,15 +99,19 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     check_nothing_held(engine)
 
 
-def test_a_whole_prompt_that_is_stored_is_not_saved_again() -> None:
-    """One token of its last block has to be computed; the block used to be saved again with every hit."""
-    engine = Engine(FakeCore())
+@pytest.mark.parametrize(
+    ("groups", "loaded"), [([full_group()], 11), ([full_group(), window_group(1, 2)], 8)]
+)
+def test_a_whole_prompt_that_is_stored_is_not_saved_again(groups: list[CacheGroup], loaded: int) -> None:
+    """Tokens of its last block have to be computed; the block used to be saved again with every hit, and a window's for
+    longer than that of full attention."""
+    engine = Engine(FakeCore(), groups)
     exact = request(tokens=list(range(12)))
     engine.run(exact)
     engine.finish(exact)
     engine.workers[0].take_stats()
     again = request("again", tokens=list(range(12)))
-    assert engine.run(again) == 11
+    assert engine.run(again) == loaded
     engine.finish(again)
     counted = engine.workers[0].take_stats()
     assert counted is not None

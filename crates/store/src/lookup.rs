@@ -53,12 +53,9 @@ impl Index {
             let first_block = need.first_block(tokens);
             let end = tokens / u64::from(need.tokens_per_block);
             let slots = &slots[first_block as usize..end as usize];
-            let mut stored_blocks = end;
-            if need.window_blocks == 0 {
-                let beyond = group.hashes.get(end as usize..).unwrap_or_default();
-                stored_blocks +=
-                    beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count() as u64;
-            }
+            let beyond = group.hashes.get(end as usize..).unwrap_or_default();
+            let stored = beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count();
+            let stored_blocks = end + stored as u64;
             self.hit_copies(slots, need.window_blocks == 0);
             self.policy.touch(slots, &self.entries);
             self.references += slots.len() as u64;

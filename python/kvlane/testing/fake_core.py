@@ -175,9 +175,9 @@ class FakeCore:
         present: list[list[bool]],
     ) -> FakeHit:
         hit = FakeHit(tokens, next(self._numbers), self.boot, list(enumerate(starts)))
-        for group, (namespace, _, size, window) in enumerate(engine.groups):
+        for group, (namespace, _, size, _) in enumerate(engine.groups):
             end = tokens // size
-            after = [] if window else list(itertools.takewhile(bool, present[group][end:]))
+            after = list(itertools.takewhile(bool, present[group][end:]))
             hit._stored.append(end + len(after))
             space = engine.space(group)
             keys = [(namespace, space, each) for each in hashes[group][starts[group] : tokens // size]]

@@ -758,7 +758,6 @@ impl World {
             assert_eq!(found.first_block, range.start);
             let beyond = hashes.get(range.end as usize..).unwrap_or_default();
             let stored = beyond.iter().take_while(|&&hash| visible.contains(&(space, hash))).count() as u64;
-            let stored = if group.window_blocks == 0 { stored } else { 0 };
             assert_eq!(found.stored_blocks, range.end + stored);
             let mut pages = found.pages.chunks_exact(SPACES[space].len());
             assert_eq!(pages.len() as u64, range.end - range.start);
