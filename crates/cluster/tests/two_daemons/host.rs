@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -119,7 +120,16 @@ impl Index {
 
 /// A port that is free now.
 pub(crate) fn free_address() -> SocketAddr {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    // Connections of tests that run beside get ports from 32,768 on, and could take such a one before it is used.
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let place = (std::process::id() as u16).wrapping_mul(61).wrapping_add(number) % 20_000;
+        let address = SocketAddr::from(([127, 0, 0, 1], 10_000 + place));
+        if std::net::TcpListener::bind(address).is_ok() {
+            return address;
+        }
+    }
 }
 
 impl Host {
