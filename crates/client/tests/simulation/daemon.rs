@@ -465,7 +465,7 @@ impl Run {
                 first_block,
                 pages: pages.flat_map(u32::to_le_bytes).collect(),
                 workers,
-                stored_blocks: end + if *window == 0 { beyond as u64 } else { 0 },
+                stored_blocks: end + beyond as u64,
             }
         });
         let groups = groups.collect();
