@@ -10,7 +10,7 @@ use kvlane_kv_events::{BlockRemoved, BlockStored, ExternalHash, ExtraKey};
 
 use super::{
     chain::{block, seed},
-    groups::{Groups, of_group},
+    groups::{Groups, LOOKS_MAX, of_group},
     promises::Promises,
     translation::Translation,
 };
@@ -131,6 +131,11 @@ impl Blocks {
             self.stats_mut(node).unattached += event.hashes.len().saturating_sub(from) as u64;
             return None;
         };
+        let is_inside = |known: u32| known > size && known.is_multiple_of(size);
+        if event.group.is_some() && self.stats(node).block_size.is_some_and(is_inside) {
+            // The end of a prompt inside a block, which vLLM names in smaller units.
+            return None;
+        }
         self.stats_mut(node).block_size = Some(size);
         let mut numbered = (from..).zip(hashes);
         loop {
@@ -228,6 +233,7 @@ impl Blocks {
     /// in a word. Calls `found(node, blocks)` once for each.
     pub fn matched(&mut self, chain: &[u64], of: &[u64], now: Instant, mut found: impl FnMut(usize, usize)) {
         self.promises.expire(now);
+        let mut looks = LOOKS_MAX;
         for (table, &nodes) in of.iter().enumerate() {
             let mut of_several = Vec::new();
             let mut end = |count: usize, mut nodes: u64| {
@@ -258,12 +264,13 @@ impl Blocks {
                 still &= held;
             }
             end(chain.len(), still);
-            // All nodes of the table share a look at a block.
-            let mut seen: HashMap<(u32, usize), u64> = HashMap::new();
+            // All nodes of the table share a look at a block: by group, each block's nodes.
+            let mut seen: HashMap<u32, Vec<Option<u64>>> = HashMap::new();
             for (node, groups, count) in of_several {
                 let size = self.stats(node).block_size.unwrap_or(1);
-                let hit = groups.hit(size, count, |group, block| {
-                    let held = seen.entry((group, block)).or_insert_with(|| {
+                let hit = groups.hit(size, count, &mut looks, |group, block| {
+                    let of_blocks = seen.entry(group).or_insert_with(|| vec![None; chain.len()]);
+                    let held = of_blocks[block].get_or_insert_with(|| {
                         let key = of_group(chain[block], group);
                         self.device.nodes_of(key, table)
                             | self.other.nodes_of(key, table)
@@ -277,8 +284,9 @@ impl Blocks {
     }
 
     /// Number of leading blocks of the chain that these nodes can load from their pool: each is on another medium than GPU
-    /// memory of one of them. `of` has tables and their bit sets of 64 nodes.
-    pub fn pooled(&self, chain: &[u64], of: &[(usize, u64)]) -> usize {
+    /// memory of one of them. `of` has tables and their bit sets of 64 nodes. Where a hit needs more than a beginning, it has
+    /// at most `most` blocks.
+    pub fn pooled(&self, chain: &[u64], most: usize, of: &[(usize, u64)]) -> usize {
         let is_held =
             |block: &&u64| of.iter().any(|(table, nodes)| self.other.nodes_of(**block, *table) & nodes != 0);
         let count = chain.iter().take_while(is_held).count();
@@ -293,7 +301,8 @@ impl Blocks {
             return count;
         };
         let size = self.stats(node).block_size.unwrap_or(1);
-        groups.hit(size, count, |group, block| is_held(&&of_group(chain[block], group)))
+        let mut looks = LOOKS_MAX;
+        groups.hit(size, count.min(most), &mut looks, |group, block| is_held(&&of_group(chain[block], group)))
     }
 
     fn medium_mut(&mut self, medium: Option<&str>) -> &mut Index {

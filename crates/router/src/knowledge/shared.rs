@@ -294,7 +294,8 @@ impl Knowledge {
             });
         }
         for (pool, size, nodes) in pools.reported() {
-            let blocks = chains.get(&size).map_or(0, |chain| state.blocks.pooled(chain, nodes));
+            let most = count.saturating_sub(1).checked_div(u64::from(size)).unwrap_or(0) as usize;
+            let blocks = chains.get(&size).map_or(0, |chain| state.blocks.pooled(chain, most, nodes));
             cached.set_pooled(pool, blocks as u64 * u64::from(size));
         }
         Lookup { cached, chains }

@@ -262,10 +262,13 @@ fn a_pool_holds_what_any_of_its_nodes_told_of_another_medium_than_its_device() {
     take(&mut blocks, 5, &stored(&pieces, 0, 7, Some("CPU")));
     let chain = chain(&tokens(&pieces), SIZE, None, None);
     let pool = [(0, 1 << 3), (1, 1 << 6)];
-    assert_eq!(blocks.pooled(&chain, &pool), 3);
-    assert_eq!(blocks.pooled(&chain, &pool[1..]), 0, "its first block is on a device");
+    assert_eq!(blocks.pooled(&chain, chain.len(), &pool), 3);
+    assert_eq!(blocks.pooled(&chain, chain.len(), &pool[1..]), 0, "its first block is on a device");
     let removed =
         BlockRemoved { hashes: vec![engines(&pieces[..2], 7)], medium: Some("CPU".into()), group: None };
     blocks.removed(3, &removed);
-    assert_eq!((blocks.pooled(&chain, &pool), blocks.pooled(&chain, &[(0, 1 << 5)])), (1, 4));
+    assert_eq!(
+        (blocks.pooled(&chain, chain.len(), &pool), blocks.pooled(&chain, chain.len(), &[(0, 1 << 5)])),
+        (1, 4)
+    );
 }

@@ -155,9 +155,12 @@ fn a_pool_has_a_hit_where_it_has_blocks_of_every_group() {
     take(&mut blocks, 3, &stored(&pieces, FULL, &all, "CPU"));
     take(&mut blocks, 3, &stored(&pieces, WINDOW, &[6, 7, 8, 18, 20], "CPU"));
     let chain = chain(&tokens(&pieces), SIZE, None, None);
-    assert_eq!(blocks.pooled(&chain, &[(0, 1 << 3)]), 8);
+    assert_eq!(blocks.pooled(&chain, 20, &[(0, 1 << 3)]), 8);
+    blocks.learn(5, &stored(&pieces, FULL, &[], "CPU"));
     take(&mut blocks, 5, &stored(&pieces, WINDOW, &[19], "CPU"));
-    assert_eq!(blocks.pooled(&chain, &[(0, 1 << 3 | 1 << 5)]), 20);
+    assert_eq!(blocks.pooled(&chain, 20, &[(0, 1 << 3 | 1 << 5)]), 20);
+    // An engine computes a prompt's last token itself, and one block less needs another window.
+    assert_eq!(blocks.pooled(&chain, 19, &[(0, 1 << 3 | 1 << 5)]), 8);
 }
 
 #[test]
@@ -170,4 +173,84 @@ fn a_promised_prompt_counts_for_every_group() {
     assert_eq!(found(&mut blocks, &pieces, 0), 0);
     blocks.promise(&chain(&tokens(&pieces), SIZE, None, None), 0, Instant::now());
     assert_eq!(found(&mut blocks, &pieces, 0), 20);
+}
+
+/// Mistral 7B of 2023 has windows in all layers. Its only group was taken for one beside a group that there is not.
+#[test]
+fn a_single_group_makes_up_beginnings_whatever_its_kind() {
+    let pieces: Vec<u8> = (0..20).collect();
+    let mut blocks = Blocks::new(1 << 12);
+    let all: Vec<usize> = (1..=20).collect();
+    let only = BlockStored { tokens: tokens(&pieces), ..stored(&pieces, WINDOW, &all, "GPU") };
+    take(&mut blocks, 0, &only);
+    assert_eq!((found(&mut blocks, &pieces, 0), blocks.stats(0).block_size), (20, Some(SIZE)));
+}
+
+/// vLLM 0.32 names the end of a prompt inside a block by the hash there, with tokens since the last hash.
+#[test]
+fn the_end_of_a_prompt_inside_a_block_is_none_of_its_blocks() {
+    let pieces: Vec<u8> = (0..8).collect();
+    let mut blocks = Blocks::new(1 << 12);
+    let long = BlockStored { block_size: 2 * SIZE, ..stored(&pieces, FULL, &[2, 4, 6, 8], "GPU") };
+    take(&mut blocks, 0, &long);
+    let inside = BlockStored {
+        parent: Some(hash(&pieces)),
+        tokens: tokens(&[9]),
+        ..stored(&[0, 1, 2, 3, 4, 5, 6, 7, 9], FULL, &[9], "GPU")
+    };
+    take(&mut blocks, 0, &inside);
+    assert_eq!((blocks.stats(0).block_size, blocks.stats(0).unattached), (Some(2 * SIZE), 0));
+    // A state's block is as long as it was, too.
+    take(&mut blocks, 0, &stored(&pieces, STATE, &[8], "GPU"));
+    take(&mut blocks, 0, &BlockStored { block_size: SIZE, ..stored(&pieces, STATE, &[7], "GPU") });
+    let chain = chain(&tokens(&pieces), 2 * SIZE, None, None);
+    let mut hits = Vec::new();
+    blocks.matched(&chain, &[1], Instant::now(), |_, count| hits.push(count));
+    assert_eq!(hits, [4]);
+}
+
+/// Gemma 4's layers have pages of two sizes, so full attention may have the longer blocks.
+#[test]
+fn of_a_window_with_shorter_blocks_those_count_that_end_with_a_block_of_the_beginning() {
+    let pieces: Vec<u8> = (0..20).collect();
+    let mut blocks = Blocks::new(1 << 12);
+    let all: Vec<usize> = (2..=20).step_by(2).collect();
+    take(&mut blocks, 0, &BlockStored { block_size: 2 * SIZE, ..stored(&pieces, FULL, &all, "GPU") });
+    take(&mut blocks, 0, &stored(&pieces, WINDOW, &[7, 8, 9, 10, 11, 18], "GPU"));
+    let chain = chain(&tokens(&pieces), 2 * SIZE, None, None);
+    let mut hits = Vec::new();
+    blocks.matched(&chain, &[1], Instant::now(), |_, count| hits.push(count));
+    assert_eq!(hits, [5], "40 tokens: the window's three blocks before hold those that end at 8 and 10");
+}
+
+#[test]
+fn a_second_group_with_full_attention_has_to_hold_the_beginning_too() {
+    let pieces: Vec<u8> = (0..20).collect();
+    let mut blocks = Blocks::new(1 << 12);
+    let all: Vec<usize> = (1..=20).collect();
+    take(&mut blocks, 0, &stored(&pieces, FULL, &all, "GPU"));
+    let second = |ends: &[usize]| BlockStored { group: Some(7), ..stored(&pieces, FULL, ends, "GPU") };
+    take(&mut blocks, 0, &second(&all));
+    assert_eq!(found(&mut blocks, &pieces, 0), 20);
+    let gone = BlockRemoved { hashes: vec![hash(&pieces[..13])], medium: Some("GPU".into()), group: Some(7) };
+    blocks.removed(0, &gone);
+    assert_eq!(found(&mut blocks, &pieces, 0), 12);
+}
+
+/// Whatever an engine says of its groups, a look-up ends soon.
+#[test]
+fn odd_groups_cost_no_more_than_so_many_looks() {
+    let pieces: Vec<u8> = (0..200).collect();
+    let mut blocks = Blocks::new(1 << 18);
+    let all: Vec<usize> = (1..=200).collect();
+    take(&mut blocks, 0, &stored(&pieces, FULL, &all, "GPU"));
+    for group in (3..400).chain([u32::MAX]) {
+        let odd = BlockStored {
+            group: Some(group),
+            window: Some(u32::MAX),
+            ..stored(&pieces, WINDOW, &all, "GPU")
+        };
+        take(&mut blocks, 0, &odd);
+    }
+    assert_eq!(found(&mut blocks, &pieces, 0), 200);
 }
