@@ -67,7 +67,7 @@ def expected(d: InProcessEngine, tokens: int) -> int:
 
 
 def layer_hook() -> object:
-    """That of the decode engine's rank, which is in this process."""
+    """The hook of the decode engine's rank, which is in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._worker._shared.direct.layer_hook  # pyright: ignore

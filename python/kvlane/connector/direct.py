@@ -109,6 +109,7 @@ class Direct:
 
         ranks = sorted(ranks, key=lambda rank: rank.rank)
         shape = hashlib.blake2b(digest_size=16)
+        # In the order of builds that knew one group: they still hand over to this one.
         tokens_per_block, hands_over_rests, *others = self.order.facts()
         facts = (VERSION, *self._sizes, tokens_per_block, len(ranks), hands_over_rests, *others)
         shape.update(repr(facts).encode())

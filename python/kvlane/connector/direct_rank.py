@@ -86,13 +86,14 @@ def start_rank(
         )
     # Where a step is computed in micro-batches, each layer is computed several times: only its end says something.
     in_parts = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
-    if in_parts:
-        # Log: with micro-batches a prompt is offered after each step, which is a little later.
-        logger.info(
-            "kvlane: prompts are handed over step by step, not layer by layer: vLLM computes micro-batches"
-        )
     # vLLM calls no hook behind a layer that computes a state, so a region may lack one after its last attention layer.
     has_states = any(group.kind == STATE for group in groups)
+    if in_parts or has_states:
+        # Log: with micro-batches or states a prompt is offered after each step, which is a little later.
+        logger.info(
+            "kvlane: prompts are handed over step by step, not layer by layer: vLLM %s",
+            "computes micro-batches" if in_parts else "does not say when it has computed a layer's state",
+        )
     rank = DirectRank(
         agent,
         None if in_parts or has_states else agent.layer_hook(list(memory.last_region.items())),

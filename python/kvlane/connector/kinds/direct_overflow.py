@@ -75,7 +75,7 @@ class Overflow:
     def _daemon_takes(self, state: RequestState) -> bool:
         shared = self._shared
         direct, _ = self._agent()
-        # It saves blocks of one group.
+        # The saves of an overflow are of one group.
         return (
             not direct.order.others
             and shared.shape.has_daemon
