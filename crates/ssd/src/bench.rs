@@ -408,6 +408,13 @@ struct Progress {
     end: Option<Sender<()>>,
 }
 
+impl Progress {
+    /// Keeps the first reason: a block that was found damaged is absent from then on.
+    fn fail(&mut self, why: String) {
+        self.failed.get_or_insert(why);
+    }
+}
+
 impl ReadChains {
     fn run(self: Arc<ReadChains>) -> Result<Vec<u64>, BenchError> {
         for slot in &self.slots {
@@ -454,7 +461,7 @@ impl ReadChains {
                 progress.in_flight -= 1;
                 progress.latencies_us.push(at.elapsed().as_micros() as u64);
                 if !found {
-                    progress.failed = Some(format!("block {number} was not found: {how:?}"));
+                    progress.fail(format!("block {number} was not found: {how:?}"));
                 }
             }
             ReadChains::next(&again, slot);
@@ -463,7 +470,7 @@ impl ReadChains {
         if let Err(refused) = started {
             let mut progress = reader.progress.lock();
             progress.in_flight -= 1;
-            progress.failed = Some(format!("block {number}: {refused}"));
+            progress.fail(format!("block {number}: {refused}"));
         }
     }
 }

@@ -299,16 +299,23 @@ impl Log {
         }
     }
 
-    /// The generations and numbers of all sealed segments, if few segments are free and none is being emptied.
-    pub(crate) fn cleaning_candidates(&self) -> Option<Vec<(u64, SegmentNumber)>> {
+    /// The segments that may be emptied, the oldest first, if few are free and none is being emptied. They are among the
+    /// oldest `window(n)` of the `n` that hold records. None while all of those wait for their tables: on a slow device
+    /// later segments may have theirs before, and would go although they are newer.
+    pub(crate) fn cleaning_candidates(&self, window: fn(usize) -> usize) -> Option<Vec<SegmentNumber>> {
         let enough = if self.states.len() >= SMALL_FILE { FREE_SEGMENTS } else { FREE_SEGMENTS / 2 };
         if self.cleaning.is_some() || self.free.len() > enough {
             return None;
         }
-        let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == SegmentState::Sealed);
-        let sealed: Vec<_> =
-            sealed.map(|(segment, &(_, generation))| (generation, SegmentNumber(segment as u32))).collect();
-        (!sealed.is_empty()).then_some(sealed)
+        let mut full: Vec<(u64, SegmentNumber)> =
+            self.finishing.iter().map(|open| (open.generation, open.segment)).collect();
+        full.extend(self.sealed().map(|segment| (self.generation(segment), segment)));
+        full.sort_unstable();
+        full.truncate(window(full.len()));
+        let is_sealed = |segment: &SegmentNumber| self.states[segment.index()].0 == SegmentState::Sealed;
+        let oldest: Vec<SegmentNumber> =
+            full.into_iter().map(|(_, segment)| segment).filter(is_sealed).collect();
+        (!oldest.is_empty()).then_some(oldest)
     }
 
     /// Starts to empty a segment; `kept` lists the records to copy.
@@ -381,13 +388,10 @@ mod tests {
             fill(&mut log, RecordSource::Writes);
         }
         assert_eq!(log.open_segment(RecordSource::Writes), None);
-        let sealed = log.cleaning_candidates().unwrap();
-        assert_eq!(
-            sealed,
-            [(1, 0), (2, 1), (3, 2)].map(|(generation, number)| (generation, SegmentNumber(number)))
-        );
+        assert_eq!(log.cleaning_candidates(|full| full).unwrap(), [0, 1, 2].map(SegmentNumber));
+        assert_eq!(log.cleaning_candidates(|full| full - 1).unwrap(), [0, 1].map(SegmentNumber));
         log.start_cleaning(SegmentNumber(0), Vec::new());
-        assert_eq!(log.cleaning_candidates(), None);
+        assert_eq!(log.cleaning_candidates(|full| full), None);
         let (segment, generation) = log.open_segment(RecordSource::Copies).unwrap();
         assert_eq!((segment, generation), (SegmentNumber(3), 4));
         assert!(log.append(3, &SPACE, RecordSource::Writes).is_none(), "copies come first");

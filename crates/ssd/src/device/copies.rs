@@ -25,17 +25,15 @@ impl Device {
         if self.is_closing() && self.queued_writes.is_empty() {
             return;
         }
-        if let Some(mut sealed) = self.log.cleaning_candidates() {
-            sealed.sort_unstable();
-            sealed.truncate(Cleaner::window(sealed.len()));
-            let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
+        if let Some(oldest) = self.log.cleaning_candidates(Cleaner::window) {
+            let live: Vec<Vec<Live>> = oldest.iter().map(|&segment| self.live(segment)).collect();
             let worths: Vec<Vec<Worth>> = live.iter().map(|live| self.worths(live)).collect();
             let Some(chosen) = self.cleaner.choose(&worths) else { return };
             let has_room = self.log.has_room_for_copies() && !self.is_closing();
             let room_in = if has_room { self.superblock.segment_pages() } else { 0 };
             let kept = self.cleaner.split(&worths[chosen], room_in);
             self.report_given_up();
-            self.empty(sealed[chosen].1, &live[chosen], &kept);
+            self.empty(oldest[chosen], &live[chosen], &kept);
         }
         self.copy_next();
     }

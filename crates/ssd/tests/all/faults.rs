@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::failing::Failing;
@@ -381,6 +381,39 @@ fn whoever_closes_on_a_devices_thread_does_not_wait_for_himself() {
     tier.write(record, done).unwrap();
     assert!(!told.recv_timeout(PATIENCE).unwrap());
     assert!(tier.close(PATIENCE), "it ends all the same");
+}
+
+// ---- Tables that are late ----
+
+/// A benchmark on a slow disk did not find the newer half of what it had written: older segments waited for their tables,
+/// and newer ones were emptied in their stead.
+#[test]
+fn while_old_segments_wait_for_their_tables_no_newer_ones_are_emptied() {
+    let Bench { tier, mut pool, failing, .. } = bench(|_| {});
+    let (segments, each) = (16, 6);
+    // Of the first eight segments, each of which begins with its head.
+    failing.set(|faults| {
+        faults.holds_write = Some(|op| {
+            let is_inside = |at: u64| at < 8 * 256 * KIB && !at.is_multiple_of(256 * KIB);
+            op.bytes() == 4096 && op.offset.checked_sub(64 * KIB).is_some_and(is_inside)
+        });
+    });
+    let count = (segments + 2) * each;
+    let blocks: Vec<Block> = (0..count).map(block).collect();
+    let ends: Vec<_> = blocks.iter().map(|block| start_write(&tier, pool.record(block)).unwrap()).collect();
+    let stored = |ends: &[Receiver<WriteEnd>]| {
+        ends.iter().all(|end| end.recv_timeout(PATIENCE).unwrap() == WriteEnd::Stored)
+    };
+    // The last free segment is kept for copies.
+    let fit = ((segments - 1) * each) as usize;
+    assert!(stored(&ends[..fit]));
+    assert!(blocks[..fit].iter().all(|block| tier.contains(&block.key)));
+    failing.set(|faults| faults.holds_write = None);
+    assert!(stored(&ends[fit..]));
+    let first = blocks.iter().position(|block| tier.contains(&block.key)).unwrap() as u64;
+    assert!((each..=5 * each).contains(&first), "{first}");
+    assert!(blocks[first as usize..].iter().all(|block| tier.contains(&block.key)));
+    close(tier);
 }
 
 // ---- Records that wait together ----

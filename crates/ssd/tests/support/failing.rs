@@ -26,6 +26,8 @@ pub(crate) struct Faults {
     pub(crate) read_delay: Duration,
     /// Writes are kept back.
     pub(crate) hold_writes: bool,
+    /// Writes of which this is true are kept back.
+    pub(crate) holds_write: Option<fn(&Op) -> bool>,
     /// The number of held writes that may go.
     pub(crate) let_writes: usize,
     /// The next read is kept back, alone, while this is false again.
@@ -152,7 +154,7 @@ impl Io for Layer {
         }
         let held = match op.kind {
             OpKind::Read => faults.hold_reads,
-            _ => faults.hold_writes,
+            _ => faults.hold_writes || faults.holds_write.is_some_and(|holds| holds(&op)),
         };
         if held {
             self.held.push(op);
@@ -170,8 +172,10 @@ impl Io for Layer {
     fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
         let mut faults = self.faults.0.lock().unwrap();
         let (reads, writes, release) = (faults.hold_reads, faults.hold_writes, faults.release);
+        let holds_write = faults.holds_write;
         let (held, free): (Vec<Op>, Vec<Op>) = self.held.drain(..).partition(|op| match op.kind {
             OpKind::Read => reads,
+            _ if holds_write.is_some_and(|holds| holds(op)) => true,
             _ if writes && faults.let_writes > 0 => {
                 faults.let_writes -= 1;
                 false
