@@ -127,6 +127,13 @@ PARTS = {
             "tests/engine/test_route_groups.py",
         ),
     ),
+    "context-parallel": Part(
+        "ranks that share the tokens of each block: what one engine computed is a hit after a restart, and handed over",
+        _make(
+            "engines",
+            "ARGS=-m soak tests/connector/test_vllm_context_parallel.py",
+        ),
+    ),
     "chaos": Part(
         "5,000 requests of a real vLLM whose daemon is killed, stopped and restarted at the worst moments",
         _make("engines", "RELEASE=1", "ARGS=tests/connector/test_vllm_chaos.py -s"),

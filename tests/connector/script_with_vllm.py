@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 
-def result_of(script: str, *arguments: str, log: Path) -> dict[str, Any]:
+def result_of(
+    script: str, *arguments: str, log: Path, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
     """What the script beside this file printed as its result. `log` gets all that it and vLLM printed."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     with log.open("w") as errors:
         engine = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             output, _ = engine.communicate()

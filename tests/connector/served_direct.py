@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1)
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     print("RESULT " + json.dumps(asyncio.run(run(parser.parse_args()))), flush=True)
 
@@ -58,6 +59,7 @@ def start(arguments: argparse.Namespace) -> Any:
             max_num_batched_tokens=CHUNK,
             tensor_parallel_size=arguments.tensor,
             pipeline_parallel_size=arguments.pipeline,
+            decode_context_parallel_size=arguments.context,
             worker_cls="warmed_worker.WarmedWorker" if arguments.pipeline > 1 else "auto",
             kv_transfer_config={
                 "kv_connector": "KVLaneConnector",

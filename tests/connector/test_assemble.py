@@ -8,7 +8,7 @@ from fakes import window_group
 from tensors import Tensor
 
 from kvlane.connector.assemble import awaited_regions, engine_id, group_name, holders
-from kvlane.connector.groups import STATE, Unsupported, cache_groups
+from kvlane.connector.groups import STATE
 from kvlane.connector.layout import GroupLayout, group_layout, reading_order
 
 
@@ -37,11 +37,6 @@ def test_a_group_is_named_for_people() -> None:
 def test_ranks_that_hold_the_same_blocks(shards: int | None, tensor: int, expected: int) -> None:
     group = dataclasses.replace(window_group(0, 2), tensor_shards=shards)
     assert holders(group, SimpleNamespace(tensor_parallel_size=tensor)) == expected
-
-
-def test_context_parallel_engines_are_refused_with_the_reason() -> None:
-    with pytest.raises(Unsupported, match="decode_context_parallel_size is 2"):
-        cache_groups(config("e", 1, 0, decode_context_parallel_size=2), None)
 
 
 def layers(*numbers: int) -> list[str]:

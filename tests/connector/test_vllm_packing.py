@@ -19,7 +19,9 @@ from kvlane.connector.packing import backend_name
 
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 CONFIG: Any = SimpleNamespace(
-    model_config=SimpleNamespace(dtype=torch.bfloat16), cache_config=SimpleNamespace(cache_dtype="auto")
+    model_config=SimpleNamespace(dtype=torch.bfloat16),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1),
 )
 
 

@@ -20,7 +20,9 @@ HEAD_DIM = 32
 INTERMEDIATE = 512
 
 
-def build_tiny_model(path: Path, sliding_window: int | None = None, layers: int = LAYERS) -> Path:
+def build_tiny_model(
+    path: Path, sliding_window: int | None = None, layers: int = LAYERS, kv_heads: int = KV_HEADS
+) -> Path:
     """A Llama-shaped model; with a window, one whose every second layer sees only that many tokens."""
     path.mkdir(parents=True, exist_ok=True)
     config: dict[str, object] = {
@@ -30,7 +32,7 @@ def build_tiny_model(path: Path, sliding_window: int | None = None, layers: int 
         "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 2048,
@@ -51,11 +53,11 @@ def build_tiny_model(path: Path, sliding_window: int | None = None, layers: int 
         }
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path)
-    save_file(_weights(layers), str(path / "model.safetensors"))
+    save_file(_weights(layers, kv_heads), str(path / "model.safetensors"))
     return path
 
 
-def _weights(layers: int) -> dict[str, torch.Tensor]:
+def _weights(layers: int, kv_heads: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -70,7 +72,7 @@ def _weights(layers: int) -> dict[str, torch.Tensor]:
         at = f"model.layers.{layer}."
         weights[at + "input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[at + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
-        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        for name, rows in (("q", HEADS), ("k", kv_heads), ("v", kv_heads)):
             weights[at + f"self_attn.{name}_proj.weight"] = normal(rows * HEAD_DIM, HIDDEN)
         weights[at + "self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
         weights[at + "mlp.gate_proj.weight"] = normal(INTERMEDIATE, HIDDEN)

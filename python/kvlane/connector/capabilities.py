@@ -146,6 +146,21 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
     return 1 if latent and vllm_config.model_config.use_mla else None
 
 
+def context_ranks(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Decode-context-parallel ranks over which a layer's cache has the tokens of each block dealt."""
+    # Before this field all layers had. Others, such as states and some drafters', are whole in every rank.
+    is_dealt = getattr(spec, "dcp_sharded", True)
+    return getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) if is_dealt else 1
+
+
+def context_interleave(vllm_config: VllmConfig) -> int:
+    """Consecutive tokens that a context-parallel rank gets before the next rank gets its own."""
+    parallel = vllm_config.parallel_config
+    # vLLM lets the former name win where it is set.
+    former = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+    return former if former > 1 else getattr(parallel, "cp_kv_cache_interleave_size", 1)
+
+
 def windows_outlast_steps() -> bool:
     """Whether blocks that fall out of a window stay their request's until the steps that read them are over. Else vLLM
     gives them away while such a step is under way, and a load may overwrite them."""

@@ -49,6 +49,8 @@ class CacheGroup:
     tensor_shards: int | None = None
     """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so
     all may differ."""
+    context_ranks: int = 1
+    """Decode-context-parallel ranks that share a block's tokens; `tokens_per_block` counts those of all of them."""
 
 
 def check_local_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -65,11 +67,11 @@ def check_local_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 def cache_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
     """The engine's groups in the same order for scheduler and workers. Raises Unsupported."""
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise Unsupported(f"{name} is {size}; kvlane does not split blocks over context-parallel ranks")
+    size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+    if size > 1:
+        raise Unsupported(
+            f"prefill_context_parallel_size is {size}; kvlane knows decode context parallelism only"
+        )
     ids = capabilities.cacheable_group_ids(kv_cache_config)
     if not ids:
         raise Unsupported("the model has no KV cache group whose blocks are found by their hash")
@@ -97,7 +99,8 @@ def _cache_group(
     # Workers see the specs of all layers, the scheduler only the first; what is used here is the same in all.
     spec = specs[0]
     kind = get_kv_cache_spec_kind(spec).value
-    block = spec.block_size
+    context_ranks = capabilities.context_ranks(vllm_config, spec)
+    block = spec.block_size * context_ranks
     window = window_blocks = 0
     if kind in ("sliding_window", "sliding_window_mla"):
         window = spec.sliding_window
@@ -123,7 +126,8 @@ def _cache_group(
         layer_names=tuple(group.layer_names),
         format=_state_format(spec) if kind == STATE else str(getattr(spec, "cache_dtype_str", None) or ""),
         quantized=getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") != "NONE",
-        tensor_shards=_tensor_shards(vllm_config, specs),
+        tensor_shards=_tensor_shards(vllm_config, specs, context_ranks),
+        context_ranks=context_ranks,
     )
 
 
@@ -152,10 +156,15 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     return (max(sizes) if any(together) else sum(sizes)) // blocks
 
 
-def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | None:
+def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec], context_ranks: int) -> int | None:
     """The shards of layers that are stored together; None unless the layers agree."""
     found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}
-    return found.pop() if len(found) == 1 else None
+    shards = found.pop() if len(found) == 1 else None
+    if shards is None or context_ranks == 1:
+        return shards
+    # Neighbours hold other tokens. Ranks with the same ones, if there are any, are no neighbours.
+    every_rank = vllm_config.parallel_config.tensor_parallel_size
+    return every_rank if shards * context_ranks == every_rank else None
 
 
 def _check_state_space(

@@ -10,6 +10,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING
 
+from kvlane.connector import capabilities
 from kvlane.connector.groups import Unsupported
 
 if TYPE_CHECKING:
@@ -23,10 +24,18 @@ _PACKS = "CPU_ATTN"
 
 
 def backend_name(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
-    """The name of a layer's attention backend, with its packing if it has several: `CPU_ATTN/amx`. "" without a
-    backend. Raises Unsupported if the backend has packings and vLLM does not reveal which one it uses."""
-    if backend is None:
-        return ""
+    """The name of a layer's attention backend, with its packing if it has several, `CPU_ATTN/amx`, and how tokens are
+    dealt to context-parallel ranks. "" for neither. Raises Unsupported if the backend has packings and vLLM does not
+    reveal which one it uses."""
+    name = "" if backend is None else _packed(backend, vllm_config, spec)
+    ranks = capabilities.context_ranks(vllm_config, spec)
+    if ranks == 1:
+        return name
+    # Which of them a rank is follows from its number, which the layout has beside this.
+    return f"{name}, {capabilities.context_interleave(vllm_config)} tokens to each of {ranks} ranks"
+
+
+def _packed(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     name = str(backend.get_name())  # pyright: ignore[reportAttributeAccessIssue]
     modules = (sys.modules.get(kind.__module__) for kind in getattr(backend, "__mro__", ()))
     choose = next((found for each in modules if (found := getattr(each, _CHOICE, None))), None)

@@ -1,0 +1,196 @@
+"""Ranks that share the tokens of each block (decode context parallelism), as vLLM's own classes describe them, and in a
+real engine, whose attention for it on CPUs is the tests' own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from context_parallel_engine import RANKS, prompts
+from context_parallel_on_cpu import BLIND, install
+from engine import BLOCK
+from script_with_vllm import result_of
+from stores import DaemonStore
+from tiny_model import build_tiny_model
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
+
+from kvlane.connector.capabilities import context_interleave, reports_failed_requests
+from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
+from kvlane.connector.packing import backend_name
+
+DEALS_BY_LAYER = hasattr(FullAttentionSpec, "dcp_sharded")
+
+
+def full(heads: int = 1) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+
+
+def latent() -> MLAAttentionSpec:
+    arguments: dict[str, Any] = {"max_tp_shards": 1} if hasattr(MLAAttentionSpec, "max_tp_shards") else {}
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, **arguments)
+
+
+def config(tensor: int, ranks: int, **parallel: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tensor,
+            decode_context_parallel_size=ranks,
+            **{"prefill_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1, **parallel},
+        ),
+        model_config=SimpleNamespace(use_mla=True, dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(
+            block_size=16,
+            enable_prefix_caching=True,
+            prefix_match_unit=None,
+            hash_block_size=None,
+            cache_dtype="auto",
+        ),
+        kv_transfer_config=object(),
+    )
+
+
+def groups(vllm: Any, *specs: Any) -> list[CacheGroup]:
+    of_vllm = [KVCacheGroupSpec([f"{number}"], spec) for number, spec in enumerate(specs)]
+    return cache_groups(vllm, SimpleNamespace(kv_cache_groups=of_vllm))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.old_vllm
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_block_has_the_tokens_that_vllm_hashes_for_it(ranks: int) -> None:
+    vllm = config(4, ranks)
+    for spec in (full(), latent()):
+        (group,) = groups(vllm, spec)
+        of_vllm: Any = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["0"], spec)])
+        assert (group.tokens_per_block,) * 2 == resolve_kv_cache_block_sizes(of_vllm, vllm)
+
+
+@pytest.mark.old_vllm
+def test_ranks_that_share_a_block_hold_no_copies() -> None:
+    assert groups(config(4, 1), latent())[0].tensor_shards == 1
+    assert groups(config(4, 4), latent())[0].tensor_shards == 4
+    # Ranks 0 and 2 hold the same, but are no neighbours.
+    assert groups(config(4, 2), latent())[0].tensor_shards is None
+
+
+@pytest.mark.skipif(not DEALS_BY_LAYER, reason="in this vLLM all layers have their tokens dealt")
+def test_layers_that_keep_all_tokens_in_every_rank_have_blocks_of_usual_size() -> None:
+    """Such as a drafter that runs without context parallelism."""
+    alike = dataclasses.replace(latent(), dcp_sharded=False)
+    found = groups(config(2, 2), full(), alike)
+    assert [(each.tokens_per_block, each.context_ranks) for each in found] == [(32, 2), (16, 1)]
+    assert found[1].tensor_shards == 1
+
+
+@pytest.mark.old_vllm
+def test_engines_that_deal_tokens_in_another_way_have_other_layouts() -> None:
+    class Backend:
+        @staticmethod
+        def get_name() -> str:
+            return "FLASH_ATTN"
+
+    names = [
+        backend_name(Backend, vllm, full())
+        for vllm in (
+            config(4, 1),
+            config(4, 2),
+            config(4, 4),
+            config(4, 2, cp_kv_cache_interleave_size=16),
+        )
+    ]
+    assert names[0] == "FLASH_ATTN", "blocks that were stored before are found"
+    assert len(set(names)) == len(names)
+    assert names[3] == "FLASH_ATTN, 16 tokens to each of 2 ranks"
+    assert context_interleave(config(4, 2, dcp_kv_cache_interleave_size=8)) == 8, "the former name"
+
+
+@pytest.mark.old_vllm
+def test_prefill_context_parallelism_is_refused_with_the_reason() -> None:
+    with pytest.raises(Unsupported, match="prefill_context_parallel_size is 2"):
+        groups(config(2, 1, prefill_context_parallel_size=2), full())
+
+
+# ---- In an engine ----
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DaemonStore]:
+    made = DaemonStore(tmp_path)
+    yield made
+    made.close()
+
+
+def with_plugin(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": install(folder), BLIND: str(folder / "blind")}
+
+
+def serve(tmp_path: Path, model: Path, name: str, store: DaemonStore, *more: str) -> list[dict[str, Any]]:
+    log = tmp_path / f"{name}.log"
+    found: Any = result_of(
+        "context_parallel_engine.py",
+        *("--model", str(model), "--address", store.address, *more),
+        log=log,
+        environment=with_plugin(tmp_path / name),
+    )
+    lines = [line for line in log.read_text().splitlines() if "kvlane: " in line]
+    assert not any("ERROR" in line for line in lines), lines
+    return found
+
+
+needs_newest = pytest.mark.skipif(
+    not reports_failed_requests(), reason="the tests' attention is for a newer vLLM"
+)
+ONE_AT_A_TIME = ("--interleave", "1")
+# All of a prompt's whole blocks; of a prompt of whole blocks all tokens but the last.
+FOUND = [
+    len(each) - 1 if len(each) % (BLOCK * RANKS) == 0 else len(each) // (BLOCK * RANKS) * BLOCK * RANKS
+    for each in prompts()
+]
+
+
+@needs_newest
+@pytest.mark.gate
+@pytest.mark.timeout(1800)
+def test_blocks_come_back_to_all_ranks(tmp_path: Path, store: DaemonStore) -> None:
+    """Each rank's part of each block counts: without that of the second one the answers are others."""
+    model = build_tiny_model(tmp_path / "model", kv_heads=1)
+    cold, warm, blind = serve(tmp_path, model, "engine", store, *ONE_AT_A_TIME, "--rounds", "2", "--blind")
+    # The last two begin as the first does.
+    assert cold["cached"] == [0] * (len(FOUND) - 2) + [128, 128]
+    assert len({tuple(each) for each in cold["answers"]}) == len(FOUND)
+    assert warm == {"answers": cold["answers"], "cached": FOUND}
+    assert blind["cached"] == FOUND
+    pairs = zip(blind["answers"], cold["answers"], FOUND, strict=True)
+    assert all(other != right for other, right, tokens in pairs if tokens)
+
+
+@needs_newest
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_what_one_engine_computed_is_a_hit_for_those_that_deal_tokens_alike(
+    tmp_path: Path, store: DaemonStore
+) -> None:
+    model = build_tiny_model(tmp_path / "model", kv_heads=1)
+    (cold,) = serve(tmp_path, model, "first", store, *ONE_AT_A_TIME, "--rounds", "1")
+    (warm,) = serve(tmp_path, model, "restarted", store, *ONE_AT_A_TIME, "--rounds", "1")
+    assert warm == {"answers": cold["answers"], "cached": FOUND}
+    (other,) = serve(tmp_path, model, "other", store, "--interleave", "16", "--rounds", "1")
+    assert other == cold
+
+
+@needs_newest
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_prompts_are_handed_over_directly(tmp_path: Path, runtime_folder: None) -> None:
+    model = build_tiny_model(tmp_path / "model", kv_heads=1)
+    arguments = ("--model", str(model), "--folder", str(tmp_path), "--tensor", "2", "--context", "2")
+    log = tmp_path / "engines.log"
+    result = result_of("served_direct.py", *arguments, log=log, environment=with_plugin(tmp_path / "plugin"))
+    assert result["landed"] == [[alone, 299] for alone in result["alone"]]
+    assert len({tuple(alone) for alone in result["alone"]}) == 3
+    assert result["counted"] == {"direct_landed": 3, "direct_landed_tokens": 900, "direct_fallbacks": 0}
