@@ -45,7 +45,9 @@ def names(count: int) -> list[str]:
 
 
 def layout_of(caches: dict[str, Any], blocks: int, config: Any = None) -> GroupLayout:
-    hints = layer_hints(SimpleNamespace(compilation_config=None), config) if config else {}
+    hints = (
+        layer_hints(SimpleNamespace(compilation_config=None, parallel_config=None), config) if config else {}
+    )
     return group_layout(caches, caches, blocks, hints, [0, 1, 1])
 
 
