@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import InProcessEngine, Make, prompt
+from engine import BLOCK, InProcessEngine, Make, prompt
 from processes import until
 from stores import DaemonStore, FakeStore
 
@@ -46,6 +49,39 @@ def group_of_states(engine: InProcessEngine, model: Model) -> bytes:
     return shape.namespaces[0]
 
 
+def sized(engine: InProcessEngine, model: Model) -> dict[str, int]:
+    """Bytes of this engine's blocks and states by vLLM's own specifications."""
+    states = full = 0
+    for group in engine.scheduler.kv_cache_config.kv_cache_groups:
+        spec, layers = group.kv_cache_spec, len(group.layer_names)
+        if hasattr(spec, "shapes"):
+            numbers = zip(spec.shapes, spec.dtypes, strict=True)
+            states += layers * sum(prod(shape) * dtype.itemsize for shape, dtype in numbers)
+        else:
+            full += layers * spec.page_size_bytes
+    page = 4096
+    return {
+        "tokens_per_block": model.block,
+        "bytes_per_block": -(-full // page) * page,
+        "bytes_per_state": -(-states // page) * page,
+    }
+
+
+def told_by_kvlane(model: Model) -> dict[str, int]:
+    """The same by `kvlane size`, which reads the model's configuration alone."""
+    command = ["kvlane", "size", str(model.path), "--tokens", "1000", "--block-size", str(BLOCK), "--json"]
+    # vLLM's linear attention for CPUs takes no other matrices.
+    command += [
+        "--kv-cache-dtype",
+        model.options.get("dtype", "float32"),
+        "--mamba-ssm-cache-dtype",
+        "float32",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = json.loads(done.stdout)
+    return {name: told[name] for name in ("tokens_per_block", "bytes_per_block", "bytes_per_state")}
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DaemonStore]:
     made = DaemonStore(tmp_path, "--ssd", f"{tmp_path / 'blocks'}:256mib")
@@ -58,6 +94,7 @@ def test_answers_are_those_of_the_engine_alone(make: Make, store: DaemonStore, m
     where another ended. Warm, in an engine that was started again, and from the SSD after the daemon was, too."""
     engine = make(model.path, **model.options)
     group_of_states(engine, model)
+    assert told_by_kvlane(model) == sized(engine, model)
     prompts = [prompt(length, length) for length in (95, 96, 97, 300, 384, 385, 700)]
     cold = [engine.generate(each, 24)[0] for each in prompts]
     assert len({tuple(answer) for answer in cold}) == len(cold)

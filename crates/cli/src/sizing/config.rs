@@ -15,6 +15,15 @@ pub(super) enum CacheDtype {
     Fp8,
 }
 
+/// Data types of the matrices in states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum StateDtype {
+    Auto,
+    Bfloat16,
+    Float16,
+    Float32,
+}
+
 /// The facts of a model's cache that do not depend on the number of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cache {
@@ -29,6 +38,8 @@ pub(super) struct Cache {
     pub(super) window: u64,
     /// Whether these layers see the chunk in which a token stands, and not the tokens before it.
     pub(super) is_chunk: bool,
+    /// Layers that keep a state of all tokens so far instead of each token.
+    pub(super) states: Option<States>,
     pub(super) element_bytes: u64,
     pub(super) dtype: String,
     /// Assumptions, a sentence each.
@@ -63,6 +74,36 @@ impl Layer {
                 latent.checked_add(with_scales(index)?)
             }
         }
+    }
+}
+
+/// Layers whose state is the last inputs of a convolution and a matrix for each head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct States {
+    pub(super) layers: u64,
+    /// Channels of the convolution, and the inputs of each that it still needs.
+    pub(super) channels: u64,
+    pub(super) inputs: u64,
+    pub(super) heads: u64,
+    /// Rows and columns of a head's matrix.
+    pub(super) rows: u64,
+    pub(super) columns: u64,
+    /// Bytes of an input, and of a matrix's number.
+    pub(super) input_bytes: u64,
+    pub(super) matrix_bytes: u64,
+}
+
+impl States {
+    /// Bytes of one layer's state; None if they exceed a `u64`.
+    pub(super) fn layer_bytes(&self) -> Option<u64> {
+        let inputs = self.channels.checked_mul(self.inputs)?.checked_mul(self.input_bytes)?;
+        let numbers = self.heads.checked_mul(self.rows)?.checked_mul(self.columns)?;
+        inputs.checked_add(numbers.checked_mul(self.matrix_bytes)?)
+    }
+
+    /// Bytes of all layers' states at one token.
+    pub(super) fn bytes(&self) -> Option<u64> {
+        self.layers.checked_mul(self.layer_bytes()?)
     }
 }
 
@@ -111,12 +152,15 @@ const LATENT_MODELS: [&str; 5] =
 /// The model with an indexer beside its latent cache, and the one whose layers see chunks.
 const INDEXED_MODEL: &str = "deepseek_v32";
 const CHUNKED_MODEL: &str = "llama4_text";
+/// The models with linear attention, and with Mamba 2, beside full attention.
+const LINEAR_MODEL: &str = "qwen3_next";
+const MAMBA_MODEL: &str = "granitemoehybrid";
 /// Models whose layers all slide if `sliding_window` is set.
 const ALL_SLIDE: [&str; 4] = ["mistral", "mixtral", "phi3", "starcoder2"];
 
 impl Cache {
     /// Reads the config. The error says what is missing in it, or what of it is not covered.
-    pub(super) fn of(config: &Value, asked: CacheDtype) -> Result<Self> {
+    pub(super) fn of(config: &Value, asked: CacheDtype, of_states: StateDtype) -> Result<Self> {
         if !config.is_object() {
             bail!("it is no JSON object; name the config.json of a model");
         }
@@ -127,6 +171,8 @@ impl Cache {
         let covered: &[&str] = match kind {
             CHUNKED_MODEL => &["attention_chunk_size"],
             INDEXED_MODEL => &["index_head_dim", "index_topk"],
+            LINEAR_MODEL => &["full_attention_interval", "linear_num_key_heads"],
+            MAMBA_MODEL => &["mamba_d_state"],
             _ => &[],
         };
         let is_other = |key: &&&str| is_set(&text[**key]) && !covered.contains(*key);
@@ -140,16 +186,34 @@ impl Cache {
         let layers = number(text, "num_hidden_layers")?;
         let layer = layer(text, kind, &mut notes)?;
         let is_chunk = kind == CHUNKED_MODEL;
-        let (full_layers, sliding_layers, window) =
-            if is_chunk { split_chunks(text, layers)? } else { split_layers(text, kind, layers)? };
         let (element_bytes, dtype) = element(config, text, asked, &mut notes)?;
+        let states = states(text, kind, layers, asked, of_states)?;
+        let (full_layers, sliding_layers, window) = match states {
+            Some(states) => (layers - states.layers, 0, 0),
+            None if is_chunk => split_chunks(text, layers)?,
+            None => split_layers(text, kind, layers)?,
+        };
         let model = if kind.is_empty() { architecture.into() } else { format!("{architecture} ({kind})") };
-        let cache =
-            Self { model, layer, full_layers, sliding_layers, window, is_chunk, element_bytes, dtype, notes };
+        let cache = Self {
+            model,
+            layer,
+            full_layers,
+            sliding_layers,
+            window,
+            is_chunk,
+            states,
+            element_bytes,
+            dtype,
+            notes,
+        };
         let bytes = layer.bytes(element_bytes).and_then(|bytes| bytes.checked_mul(layers));
-        bytes.map(|_| cache).ok_or_else(|| anyhow!("its numbers are too large: more than 2^64 bytes a token"))
+        bytes
+            .and(states.map_or(Some(0), |states| states.bytes()))
+            .map(|_| cache)
+            .ok_or_else(|| anyhow!("its numbers are too large: more than 2^64 bytes a token"))
     }
 
+    /// Layers that keep something of each token.
     pub(super) fn layers(&self) -> u64 {
         self.full_layers + self.sliding_layers
     }
@@ -251,6 +315,66 @@ fn split_chunks(text: &Value, layers: u64) -> Result<(u64, u64, u64)> {
         None => layers / optional(text, "no_rope_layer_interval")?.unwrap_or(4),
     };
     Ok((full, layers - full, chunk))
+}
+
+/// The states of a model that has them. As vLLM's `get_mamba_state_shape_from_config` and
+/// `get_mamba_state_dtype_from_config` of these models have it, without tensor parallelism.
+fn states(
+    text: &Value,
+    kind: &str,
+    layers: u64,
+    cache: CacheDtype,
+    matrix: StateDtype,
+) -> Result<Option<States>> {
+    let (word, interval) = match kind {
+        LINEAR_MODEL => ("linear_attention", optional(text, "full_attention_interval")?),
+        MAMBA_MODEL => ("mamba", None),
+        _ => return Ok(None),
+    };
+    let with_states = match (text["layer_types"].as_array(), interval) {
+        (Some(types), _) if types.len() as u64 != layers => {
+            bail!("'layer_types' names {} layers, and 'num_hidden_layers' {layers}", types.len())
+        }
+        (Some(types), _) => types.iter().filter(|each| each.as_str() == Some(word)).count() as u64,
+        (None, Some(interval)) => layers - layers / interval,
+        (None, None) => bail!("it has no 'layer_types', so nothing says which layers keep states"),
+    };
+    if with_states == 0 {
+        return Ok(None);
+    }
+    // States have the model's data type, whatever the cache has.
+    let input_bytes = if cache == CacheDtype::Float32 { 4 } else { 2 };
+    let matrix_bytes = match matrix {
+        StateDtype::Auto => input_bytes,
+        StateDtype::Bfloat16 | StateDtype::Float16 => 2,
+        StateDtype::Float32 => 4,
+    };
+    let product = |a: u64, b: u64| {
+        a.checked_mul(b).ok_or_else(|| anyhow!("its numbers are too large: more than 2^64 channels"))
+    };
+    let kernel = |key| number(text, key).map(|kernel| kernel - 1);
+    Ok(Some(if kind == LINEAR_MODEL {
+        let (keys, heads) = (number(text, "linear_num_key_heads")?, number(text, "linear_num_value_heads")?);
+        let (columns, rows) = (number(text, "linear_key_head_dim")?, number(text, "linear_value_head_dim")?);
+        // Queries and keys have the same heads.
+        let channels = product(2, product(keys, columns)?)?.saturating_add(product(heads, rows)?);
+        let inputs = kernel("linear_conv_kernel_dim")?;
+        States { layers: with_states, channels, inputs, heads, rows, columns, input_bytes, matrix_bytes }
+    } else {
+        let columns = number(text, "mamba_d_state")?;
+        let of_groups = product(2, product(number(text, "mamba_n_groups")?, columns)?)?;
+        let inner = product(number(text, "mamba_expand")?, number(text, "hidden_size")?)?;
+        States {
+            layers: with_states,
+            channels: inner.saturating_add(of_groups),
+            inputs: kernel("mamba_d_conv")?,
+            heads: number(text, "mamba_n_heads")?,
+            rows: number(text, "mamba_d_head")?,
+            columns,
+            input_bytes,
+            matrix_bytes,
+        }
+    }))
 }
 
 /// Layers that look back to the first token, those that slide, and their window.
@@ -364,7 +488,7 @@ mod tests {
     }
 
     fn of(config: &Value) -> Result<Cache> {
-        Cache::of(config, CacheDtype::Auto)
+        Cache::of(config, CacheDtype::Auto, StateDtype::Auto)
     }
 
     #[test]
@@ -437,8 +561,42 @@ mod tests {
             "model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
             "index_topk": 2048,
         }));
-        let bytes = |dtype| Cache::of(&config, dtype).unwrap().token_bytes() / 4;
+        let bytes = |dtype| Cache::of(&config, dtype, StateDtype::Auto).unwrap().token_bytes() / 4;
         assert_eq!((bytes(CacheDtype::Bfloat16), bytes(CacheDtype::Fp8)), (1152 + 132, 656 + 132));
+    }
+
+    /// Qwen3-Next-80B: vLLM's log says that it sets blocks to 544 tokens.
+    #[test]
+    fn layers_with_states_keep_one_of_a_prompt() {
+        let config = with(json!({
+            "model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "head_dim": 256, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        }));
+        let cache = of(&config).unwrap();
+        let states = cache.states.unwrap();
+        assert_eq!((states.layers, cache.full_layers, cache.layers()), (36, 12, 12));
+        assert_eq!(states.layer_bytes(), Some((8192 * 3 + 32 * 128 * 128) * 2));
+        assert_eq!(cache.token_bytes(), 12 * 2 * 2 * 256 * 2);
+        // The cache's data type is not that of states.
+        let other = |cache, matrix| Cache::of(&config, cache, matrix).unwrap().states.unwrap();
+        assert_eq!(other(CacheDtype::Fp8, StateDtype::Auto), states);
+        let in_float32 = other(CacheDtype::Auto, StateDtype::Float32).layer_bytes();
+        assert_eq!(in_float32, Some(8192 * 3 * 2 + 32 * 128 * 128 * 4));
+        let types = json!(["linear_attention", "full_attention", "linear_attention", "linear_attention"]);
+        let mut listed = config.clone();
+        (listed["layer_types"], listed["num_hidden_layers"]) = (types, json!(4));
+        assert_eq!(of(&listed).unwrap().states.unwrap().layers, 3);
+        listed["num_hidden_layers"] = json!(5);
+        assert!(of(&listed).unwrap_err().to_string().contains("names 4 layers"));
+
+        let mamba = with(json!({
+            "model_type": "granitemoehybrid", "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+        }));
+        let states = of(&mamba).unwrap().states.unwrap();
+        assert_eq!(states.bytes(), Some(3 * ((2 * 512 + 2 * 128) * 3 + 16 * 64 * 128) * 2));
     }
 
     #[test]
@@ -478,7 +636,7 @@ mod tests {
 
     #[test]
     fn the_dtype_of_the_cache_may_be_another_one_than_the_models() {
-        let bytes = |dtype| Cache::of(&plain(), dtype).unwrap().element_bytes;
+        let bytes = |dtype| Cache::of(&plain(), dtype, StateDtype::Auto).unwrap().element_bytes;
         assert_eq!(
             [CacheDtype::Auto, CacheDtype::Bfloat16, CacheDtype::Fp8, CacheDtype::Float32].map(bytes),
             [2, 2, 1, 4]
