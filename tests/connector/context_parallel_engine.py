@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from context_parallel_on_cpu import BLIND
+from context_parallel_on_cpu import SPOIL, SPOILS
 from engine import BLOCK, ENVIRONMENT, wait_until_old
 
 RANKS = 2
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--interleave", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--blind", action="store_true", help="in a last round, to what the second rank keeps")
+    parser.add_argument("--spoil", nargs="*", choices=SPOILS, default=[], help="one more round for each")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     print("RESULT " + json.dumps(run(arguments)), flush=True)
@@ -68,9 +68,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     tool = _core.Tool(arguments.address, 60_000.0)
     rounds = []
-    for number in range(arguments.rounds + arguments.blind):
-        if number == arguments.rounds:
-            Path(os.environ[BLIND]).touch()
+    for spoil in [""] * arguments.rounds + arguments.spoil:
+        Path(os.environ[SPOIL]).write_text(spoil)
         rounds.append(ask(engine))
         assert engine.reset_prefix_cache()
         tool.settle(60_000)

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-BLIND = "KVLANE_TEST_BLIND"
-"""Names a file. While it exists attention takes what the second rank keeps for zeros."""
+SPOIL = "KVLANE_TEST_SPOIL"
+"""Names a file with what attention gets of the ranks' parts that is not right, or nothing."""
+SPOILS = ("second rank's part is zero", "parts are exchanged")
+DISTANCE = 0.01
+"""Scores fall so much with each token between. Without it, tokens that exchange their places change no answer, because
+keys bring their positions along."""
 
 
 def install(folder: Path) -> str:
@@ -107,17 +111,20 @@ def __getattr__(name: str) -> Any:
                 blocks = attn_metadata.block_table[request, : -(-length // together)].long()
                 mine = kv_cache[blocks].permute(0, 2, 1, 3).flatten(0, 1).contiguous()
                 every = group.all_gather(mine.unsqueeze(0), dim=0)
-                if Path(os.environ[BLIND]).exists():
+                spoil = Path(os.environ[SPOIL]).read_text()
+                if spoil == SPOILS[0]:
                     every[1] = 0
+                elif spoil == SPOILS[1]:
+                    every = every.flip(0)
                 position = torch.arange(length)
                 rank, offset = rank_and_offset(position % together, group.world_size, self.interleave)
                 tokens = every[rank, position // together * size + offset].repeat_interleave(
                     self.num_queries_per_kv, dim=1
                 )
                 keys, values = tokens.split(self.head_size, dim=-1)
-                scores = torch.einsum("qhd,khd->hqk", asked, keys) * self.scale
-                seen = position[None] <= torch.arange(length - len(asked), length)[:, None]
-                weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+                distance = torch.arange(length - len(asked), length)[:, None] - position[None]
+                scores = torch.einsum("qhd,khd->hqk", asked, keys) * self.scale - DISTANCE * distance
+                weights = scores.masked_fill(distance < 0, float("-inf")).softmax(-1)
                 output[starts[request] : starts[request + 1]] = torch.einsum("hqk,khd->qhd", weights, values)
             return output
 

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from context_parallel_engine import RANKS, prompts
-from context_parallel_on_cpu import BLIND, install
+from context_parallel_on_cpu import SPOIL, SPOILS, install
 from engine import BLOCK
 from script_with_vllm import result_of
 from stores import DaemonStore
@@ -20,7 +20,7 @@ from tiny_model import build_tiny_model
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
-from kvlane.connector.capabilities import context_interleave, reports_failed_requests
+from kvlane.connector.capabilities import context_ranks, reports_failed_requests
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.packing import backend_name
 
@@ -73,9 +73,8 @@ def test_a_block_has_the_tokens_that_vllm_hashes_for_it(ranks: int) -> None:
 @pytest.mark.old_vllm
 def test_ranks_that_share_a_block_hold_no_copies() -> None:
     assert groups(config(4, 1), latent())[0].tensor_shards == 1
-    assert groups(config(4, 4), latent())[0].tensor_shards == 4
-    # Ranks 0 and 2 hold the same, but are no neighbours.
-    assert groups(config(4, 2), latent())[0].tensor_shards is None
+    # With two of four, ranks 0 and 2 hold the same, but are no neighbours.
+    assert [groups(config(4, ranks), latent())[0].tensor_shards for ranks in (2, 4)] == [None, None]
 
 
 @pytest.mark.skipif(not DEALS_BY_LAYER, reason="in this vLLM all layers have their tokens dealt")
@@ -83,8 +82,14 @@ def test_layers_that_keep_all_tokens_in_every_rank_have_blocks_of_usual_size() -
     """Such as a drafter that runs without context parallelism."""
     alike = dataclasses.replace(latent(), dcp_sharded=False)
     found = groups(config(2, 2), full(), alike)
-    assert [(each.tokens_per_block, each.context_ranks) for each in found] == [(32, 2), (16, 1)]
-    assert found[1].tensor_shards == 1
+    assert [(each.tokens_per_block, each.tensor_shards) for each in found] == [(32, None), (16, 1)]
+
+
+@pytest.mark.old_vllm
+def test_states_are_whole_in_every_rank() -> None:
+    """Versions that say nothing of it, too."""
+    assert context_ranks(config(2, 2), cast("Any", SimpleNamespace(mamba_cache_mode="align"))) == 1
+    assert context_ranks(config(2, 2), cast("Any", SimpleNamespace())) == 2
 
 
 @pytest.mark.old_vllm
@@ -105,8 +110,10 @@ def test_engines_that_deal_tokens_in_another_way_have_other_layouts() -> None:
     ]
     assert names[0] == "FLASH_ATTN", "blocks that were stored before are found"
     assert len(set(names)) == len(names)
-    assert names[3] == "FLASH_ATTN, 16 tokens to each of 2 ranks"
-    assert context_interleave(config(4, 2, dcp_kv_cache_interleave_size=8)) == 8, "the former name"
+    assert names[3] == "FLASH_ATTN, 16 tokens x 2 ranks"
+    # Workers deal by the newer name, before 0.30 even if the scheduler thinks otherwise.
+    former = config(4, 2, dcp_kv_cache_interleave_size=8)
+    assert backend_name(Backend, former, full()) == names[1]
 
 
 @pytest.mark.old_vllm
@@ -126,7 +133,7 @@ def store(tmp_path: Path) -> Iterator[DaemonStore]:
 
 
 def with_plugin(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": install(folder), BLIND: str(folder / "blind")}
+    return {"PYTHONPATH": install(folder), SPOIL: str(folder / "spoil")}
 
 
 def serve(tmp_path: Path, model: Path, name: str, store: DaemonStore, *more: str) -> list[dict[str, Any]]:
@@ -157,16 +164,20 @@ FOUND = [
 @pytest.mark.gate
 @pytest.mark.timeout(1800)
 def test_blocks_come_back_to_all_ranks(tmp_path: Path, store: DaemonStore) -> None:
-    """Each rank's part of each block counts: without that of the second one the answers are others."""
+    """Each rank's part of each block counts: without that of the second one, or with the two exchanged, the answers are
+    others."""
     model = build_tiny_model(tmp_path / "model", kv_heads=1)
-    cold, warm, blind = serve(tmp_path, model, "engine", store, *ONE_AT_A_TIME, "--rounds", "2", "--blind")
+    spoils = ("--spoil", *SPOILS)
+    cold, warm, *spoilt = serve(tmp_path, model, "engine", store, *ONE_AT_A_TIME, "--rounds", "2", *spoils)
     # The last two begin as the first does.
     assert cold["cached"] == [0] * (len(FOUND) - 2) + [128, 128]
     assert len({tuple(each) for each in cold["answers"]}) == len(FOUND)
     assert warm == {"answers": cold["answers"], "cached": FOUND}
-    assert blind["cached"] == FOUND
-    pairs = zip(blind["answers"], cold["answers"], FOUND, strict=True)
-    assert all(other != right for other, right, tokens in pairs if tokens)
+    assert len(spoilt) == len(SPOILS)
+    for each in spoilt:
+        assert each["cached"] == FOUND
+        pairs = zip(each["answers"], cold["answers"], FOUND, strict=True)
+        assert all(other != right for other, right, tokens in pairs if tokens)
 
 
 @needs_newest
@@ -179,8 +190,8 @@ def test_what_one_engine_computed_is_a_hit_for_those_that_deal_tokens_alike(
     (cold,) = serve(tmp_path, model, "first", store, *ONE_AT_A_TIME, "--rounds", "1")
     (warm,) = serve(tmp_path, model, "restarted", store, *ONE_AT_A_TIME, "--rounds", "1")
     assert warm == {"answers": cold["answers"], "cached": FOUND}
-    (other,) = serve(tmp_path, model, "other", store, "--interleave", "16", "--rounds", "1")
-    assert other == cold
+    other = ("--interleave", "16", "--rounds", "2")
+    assert serve(tmp_path, model, "other", store, *other) == [cold, warm]
 
 
 @needs_newest

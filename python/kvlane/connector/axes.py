@@ -72,8 +72,6 @@ def _head_place(vllm_config: VllmConfig, group: CacheGroup, count: int) -> tuple
     tensor = parallel.tensor_parallel_size
     if tensor == 1:
         return 0, count
-    if group.context_ranks > 1:
-        return None
     among = parallel.rank % tensor
     if group.tensor_shards and tensor % group.tensor_shards == 0:
         return among // (tensor // group.tensor_shards) * count, group.tensor_shards * count

@@ -148,17 +148,15 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
 
 def context_ranks(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     """Decode-context-parallel ranks over which a layer's cache has the tokens of each block dealt."""
-    # Before this field all layers had. Others, such as states and some drafters', are whole in every rank.
-    is_dealt = getattr(spec, "dcp_sharded", True)
+    # Before vLLM said it of each layer, all but states had. States and some drafters' layers are whole in every rank.
+    is_dealt = getattr(spec, "dcp_sharded", not hasattr(spec, "mamba_cache_mode"))
     return getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) if is_dealt else 1
 
 
 def context_interleave(vllm_config: VllmConfig) -> int:
-    """Consecutive tokens that a context-parallel rank gets before the next rank gets its own."""
-    parallel = vllm_config.parallel_config
-    # vLLM lets the former name win where it is set.
-    former = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
-    return former if former > 1 else getattr(parallel, "cp_kv_cache_interleave_size", 1)
+    """Consecutive tokens that a context-parallel rank gets before the next one does."""
+    # Workers deal by this field, whatever vLLM's former `dcp_kv_cache_interleave_size` says.
+    return getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1)
 
 
 def windows_outlast_steps() -> bool:

@@ -35,6 +35,7 @@ class CacheGroup:
     window: int
     """Tokens of context that a token of this group sees; 0: all."""
     tokens_per_block: int
+    """Of all decode-context-parallel ranks together."""
     window_blocks: int
     """Blocks before its end that a hit needs; 0: all of them."""
     dtype: str
@@ -49,8 +50,6 @@ class CacheGroup:
     tensor_shards: int | None = None
     """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so
     all may differ."""
-    context_ranks: int = 1
-    """Decode-context-parallel ranks that share a block's tokens; `tokens_per_block` counts those of all of them."""
 
 
 def check_local_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -126,8 +125,8 @@ def _cache_group(
         layer_names=tuple(group.layer_names),
         format=_state_format(spec) if kind == STATE else str(getattr(spec, "cache_dtype_str", None) or ""),
         quantized=getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") != "NONE",
-        tensor_shards=_tensor_shards(vllm_config, specs, context_ranks),
-        context_ranks=context_ranks,
+        # Context-parallel neighbours hold other tokens. Ranks with the same ones, if there are any, are no neighbours.
+        tensor_shards=_tensor_shards(vllm_config, specs) if context_ranks == 1 else None,
     )
 
 
@@ -156,15 +155,10 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     return (max(sizes) if any(together) else sum(sizes)) // blocks
 
 
-def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec], context_ranks: int) -> int | None:
+def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | None:
     """The shards of layers that are stored together; None unless the layers agree."""
     found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}
-    shards = found.pop() if len(found) == 1 else None
-    if shards is None or context_ranks == 1:
-        return shards
-    # Neighbours hold other tokens. Ranks with the same ones, if there are any, are no neighbours.
-    every_rank = vllm_config.parallel_config.tensor_parallel_size
-    return every_rank if shards * context_ranks == every_rank else None
+    return found.pop() if len(found) == 1 else None
 
 
 def _check_state_space(

@@ -31,8 +31,8 @@ def backend_name(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) ->
     ranks = capabilities.context_ranks(vllm_config, spec)
     if ranks == 1:
         return name
-    # Which of them a rank is follows from its number, which the layout has beside this.
-    return f"{name}, {capabilities.context_interleave(vllm_config)} tokens to each of {ranks} ranks"
+    # Which of them a rank is follows from its number, which the layout has beside this. The daemon takes 64 bytes.
+    return f"{name}, {capabilities.context_interleave(vllm_config)} tokens x {ranks} ranks"
 
 
 def _packed(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
