@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+_DRAFTERS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's methods of speculative decoding that look tokens up and keep no blocks."""
+
+
 def build_scheduler_side(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings, failures: Failures
 ) -> SchedulerSide:
@@ -181,11 +185,11 @@ def build_direct(
 
 def handoff_order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]) -> Order:
     """The order of direct hand-offs. Raises Unsupported."""
-    has_drafter = vllm_config.speculative_config is not None
-    if has_drafter and len(groups) > 1:
-        raise Unsupported("the engine has a drafter, and its model has several KV cache groups")
+    drafter = vllm_config.speculative_config
+    if drafter is not None and len(groups) > 1 and drafter.method not in _DRAFTERS_WITHOUT_LAYERS:
+        raise Unsupported("the engine has a drafter with layers, and its model has several KV cache groups")
     # With a drafter vLLM leaves a prompt's last tokens out.
-    return Order(groups, not has_drafter and keeps_tokens_apart(kv_cache_config, groups))
+    return Order(groups, drafter is None and keeps_tokens_apart(kv_cache_config, groups))
 
 
 def _log_p2p_keys(vllm_config: VllmConfig, settings: Settings) -> None:
