@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from context_parallel_on_cpu import SPOIL, SPOILS
-from engine import BLOCK, ENVIRONMENT, wait_until_old
+from engine import BLOCK, ENVIRONMENT, connector, wait_until_old
 
 RANKS = 2
 ANSWER = 12
@@ -55,16 +55,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         decode_context_parallel_size=RANKS,
         cp_kv_cache_interleave_size=arguments.interleave,
         enable_prefix_caching=True,
-        kv_transfer_config={
-            "kv_connector": "KVLaneConnector",
-            "kv_connector_module_path": "kvlane.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "kvlane.address": arguments.address,
-                # With two ranks on two cores a lookup took more than the usual 250 ms.
-                "kvlane.lookup_timeout_ms": 60_000,
-            },
-        },  # pyright: ignore
+        # With two ranks on two cores a lookup took more than the usual 250 ms.
+        kv_transfer_config=connector(arguments.address, {"kvlane.lookup_timeout_ms": 60_000}),  # pyright: ignore
     )
     tool = _core.Tool(arguments.address, 60_000.0)
     rounds = []

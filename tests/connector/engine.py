@@ -31,6 +31,16 @@ DRAIN_SECONDS = 60
 Make = Callable[..., "InProcessEngine"]
 
 
+def connector(address: str | None, keys: Mapping[str, object]) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` with kvlane."""
+    return {
+        "kv_connector": "KVLaneConnector",
+        "kv_connector_module_path": "kvlane.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvlane.address": address, **keys},
+    }
+
+
 class InProcessEngine:
     """vLLM with the connector. Close it before the next one: vLLM's worker state is global to the process."""
 
@@ -53,18 +63,9 @@ class InProcessEngine:
         from vllm import LLM
 
         freeze_modules()
-        kvlane: dict[str, Any] = {
-            "kv_connector": "KVLaneConnector",
-            "kv_connector_module_path": "kvlane.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {
-                "kvlane.address": address,
-                # A lookup that is out of time is a miss, and most tests are of hits.
-                "kvlane.lookup_timeout_ms": 1e3 * stretched(0.25),
-                **(extra or {}),
-            },
-        }
+        # A lookup that is out of time is a miss, and most tests are of hits.
+        keys = {"kvlane.lookup_timeout_ms": 1e3 * stretched(0.25), **(extra or {})}
+        kvlane = {**connector(address, keys), "kv_load_failure_policy": policy}
         self.llm = LLM(
             model=str(model),
             dtype=dtype,

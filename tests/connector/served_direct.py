@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from engine import BLOCK, ENVIRONMENT, wait_until_old
+from engine import BLOCK, ENVIRONMENT, connector, wait_until_old
 
 ANSWER = 16
 PROMPT = 300
@@ -61,15 +61,7 @@ def start(arguments: argparse.Namespace) -> Any:
             pipeline_parallel_size=arguments.pipeline,
             decode_context_parallel_size=arguments.context,
             worker_cls="warmed_worker.WarmedWorker" if arguments.pipeline > 1 else "auto",
-            kv_transfer_config={
-                "kv_connector": "KVLaneConnector",
-                "kv_connector_module_path": "kvlane.connector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "kvlane.address": f"unix:{arguments.folder}/nobody.sock",
-                    "kvlane.direct": "on",
-                },
-            },  # pyright: ignore
+            kv_transfer_config=connector(f"unix:{arguments.folder}/nobody.sock", {"kvlane.direct": "on"}),  # pyright: ignore
         )
     )
 

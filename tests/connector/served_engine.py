@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from engine import BLOCK, ENVIRONMENT, wait_until_old
+from engine import BLOCK, ENVIRONMENT, connector, wait_until_old
 
 ANSWER = 16
 COLD_ATTEMPTS = 5
@@ -50,16 +50,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             num_gpu_blocks_override=200,
             tensor_parallel_size=arguments.tensor,
             data_parallel_size=arguments.data,
-            kv_transfer_config={
-                "kv_connector": "KVLaneConnector",
-                "kv_connector_module_path": "kvlane.connector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "kvlane.address": arguments.address,
-                    # With two ranks on two cores a lookup took more than the usual 250 ms, several times in a row.
-                    "kvlane.lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
-                },
-            },  # pyright: ignore
+            # With two ranks on two cores a lookup took more than the usual 250 ms, several times in a row.
+            kv_transfer_config=connector(arguments.address, {"kvlane.lookup_timeout_ms": LOOKUP_TIMEOUT_MS}),  # pyright: ignore
         )
     )
     tool = _core.Tool(arguments.address, 60_000.0)

@@ -385,8 +385,8 @@ fn whoever_closes_on_a_devices_thread_does_not_wait_for_himself() {
 
 // ---- Tables that are late ----
 
-/// A benchmark on a slow disk did not find the newer half of what it had written: older segments waited for their tables,
-/// and newer ones were emptied in their stead.
+/// A benchmark did not find the newer half of what it had written. On a slow disk that happened if older segments waited for
+/// their tables: newer ones were emptied in their stead.
 #[test]
 fn while_old_segments_wait_for_their_tables_no_newer_ones_are_emptied() {
     let Bench { tier, mut pool, failing, .. } = bench(|_| {});
