@@ -40,6 +40,7 @@ OPTIONS = {
     "async_scheduling": "async_scheduling",
     "most_running": "max_num_seqs",
     "block_size": "block_size",
+    "context_parallel": "decode_context_parallel_size",
     "pipeline_parallel": "pipeline_parallel_size",
     "data_parallel": "data_parallel_size",
     "expert_parallel": "enable_expert_parallel",

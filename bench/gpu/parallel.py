@@ -1,6 +1,7 @@
 """A model on several GPUs, in any of vLLM's ways, and the same model on one GPU.
 
     python bench/gpu/parallel.py --shape mla --tensor-parallel 2 --out out/mla
+    python bench/gpu/parallel.py --shape mla --tensor-parallel 2 --context-parallel 2 --out out/dcp
     python bench/gpu/parallel.py --pipeline-parallel 2 --out out/pp
     python bench/gpu/parallel.py --shape moe --data-parallel 2 --expert-parallel --out out/dp
 
@@ -12,7 +13,8 @@
 | warm_other | data parallel: rank 1 loads what rank 0 computed; rank 0 does all that stands above |
 
 The script counts the pool's bytes and those that each GPU's link brings. With latent attention (`--shape mla`) every
-rank computes the same bytes: the pool should hold them once, and each link should bring its share.
+rank computes the same bytes: the pool should hold them once, and each link should bring its share. With
+`--context-parallel` the ranks share the tokens of each block.
 
 Controls: each prompt has its own answer, one changed block changes the answer, vLLM loads tokens of every prompt, and
 answers with loaded and kept blocks are equal. `warm_other` has controls of its own. vLLM 0.26 resets the prefix caches
@@ -163,6 +165,7 @@ def engines(settings: argparse.Namespace) -> dict[int, argparse.Namespace]:
     """The settings of each engine, by its number of GPUs. `Engine` passes on to vLLM what is not None."""
     ways = {
         "tensor_parallel": settings.tensor_parallel,
+        "context_parallel": settings.context_parallel if settings.context_parallel > 1 else None,
         "pipeline_parallel": settings.pipeline_parallel if settings.pipeline_parallel > 1 else None,
         "data_parallel": settings.data_parallel if settings.data_parallel > 1 else None,
         "expert_parallel": settings.expert_parallel or None,
@@ -196,6 +199,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, help="of decodes, among tensor-parallel ranks"
+    )
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
