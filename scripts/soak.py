@@ -210,6 +210,10 @@ PARTS = {
         "engines with a drafter that hand over directly",
         _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_drafter.py"),
     ),
+    "ngrams": Part(
+        "a drafter that looks up n-grams beside windows: from the store, and handed over directly",
+        _make("engines", "ARGS=-m soak tests/connector/test_vllm_ngrams.py"),
+    ),
     "nixl": Part(
         "a prefill and a decode engine with vLLM's NixlConnector behind the router",
         [sys.executable, "scripts/nixl_pair.py"],

@@ -133,7 +133,9 @@ def store(tmp_path: Path) -> Iterator[DaemonStore]:
 
 
 def with_plugin(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": install(folder), SPOIL: str(folder / "spoil")}
+    path, spoil = install(folder), folder / "spoil"
+    spoil.write_text("")
+    return {"PYTHONPATH": path, SPOIL: str(spoil)}
 
 
 def serve(tmp_path: Path, model: Path, name: str, store: DaemonStore, *more: str) -> list[dict[str, Any]]:

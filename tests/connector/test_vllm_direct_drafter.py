@@ -9,9 +9,6 @@ import pytest
 from direct_pair import DIRECT, answer, both_params
 from engine import BLOCK, InProcessEngine, prompt
 from prefill_engine import PrefillEngine
-from test_vllm_families import options
-
-from kvlane.demo.model import build_family
 
 pytestmark = pytest.mark.soak
 # Some tokens of an answer stand in its prompt, too: then this proposes those that follow there.
@@ -75,25 +72,3 @@ def test_a_prompt_of_an_engine_without_a_drafter_is_computed(
     assert answer(d, d.add(asked, 24, for_d)) == (truth, 0)
     assert d.counted["direct_fallbacks"] == fallbacks + 1
     without.ask("finish")
-
-
-def test_a_model_with_windows_lands_where_hits_end(nobody: str, runtime_folder: None, tmp_path: Path) -> None:
-    path, more = build_family(tmp_path / "gemma3", "gemma3"), options("gemma3")
-    p = PrefillEngine(path, nobody, DIRECT, speculative_config=DRAFTER, **more)
-    d = InProcessEngine(path, nobody, extra=DIRECT, speculative_config=DRAFTER, **more)
-    try:
-        for tokens in (TOKENS, 385, 97):
-            asked = prompt(tokens, tokens)
-            truth = p.ask("generate", asked, 48)
-            books, before = d.books(), drafted(d)
-            for_p, for_d = both_params(p)
-            p.ask("prefill", asked, for_p)
-            name = d.add(asked, 48, for_d)
-            p.ask("finish")
-            assert answer(d, name) == (truth, (tokens - 1) // BLOCK * BLOCK)
-            assert d.books() == books
-            assert drafted(d) > before
-        assert d.counted["direct_fallbacks"] == 0
-    finally:
-        d.close()
-        p.close()

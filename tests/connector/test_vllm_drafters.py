@@ -11,11 +11,9 @@ import torch
 from engine import BLOCK, InProcessEngine, Make, prompt
 from safetensors.torch import load_file, save_file
 from stores import FakeStore
-from test_vllm_families import options
 from tiny_model import HIDDEN
 
 from kvlane.connector import capabilities
-from kvlane.demo.model import build_family
 
 ANSWER = 24
 
@@ -95,23 +93,13 @@ def eagle_of(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["eagle", "beside windows"])
-def test_answers_beside_a_drafter_are_the_models(
-    make_on_fake: Make, model: Path, tmp_path: Path, kind: str
+def test_answers_beside_an_eagle_drafter_are_the_models(
+    make_on_fake: Make, model: Path, tmp_path: Path
 ) -> None:
-    path, more, drafter = model, {}, speculative("eagle", eagle_of(model, tmp_path / "eagle"))
-    if kind == "beside windows":
-        # With a model as the drafter, vLLM itself answers wrongly here.
-        path, more = build_family(tmp_path / "gemma3", "gemma3"), options("gemma3")
-        drafter = {
-            "method": "ngram",
-            "num_speculative_tokens": 2,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 1,
-        }
-    engine = make_on_fake(path, **more)
+    engine = make_on_fake(model)
     right = {tokens: engine.generate(prompt(tokens, tokens), ANSWER)[0] for tokens in (64, 300, 321)}
-    engine = make_on_fake(path, policy="recompute", speculative_config=drafter, **more)
+    drafter = speculative("eagle", eagle_of(model, tmp_path / "eagle"))
+    engine = make_on_fake(model, policy="recompute", speculative_config=drafter)
     cached = {}
     for _ in ("cold", "warm"):
         for tokens, answer in right.items():

@@ -33,7 +33,9 @@ ENGINE: Any = SimpleNamespace(
 
 def config(**extra: Any) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), compilation_config=None
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        compilation_config=None,
+        parallel_config=ENGINE.parallel_config,
     )
 
 
