@@ -95,7 +95,7 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
 	$(PYTEST_VLLM) $(if $(ARGS),,$(TWO)) --junitxml $(TIMES)/engines.xml -m "not gate and not soak$(if $(ARGS),, and not alone)" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
-	$(if $(ARGS),,$(PYTEST_VLLM) --junitxml $(TIMES)/engines-alone.xml -m "alone and not gate and not soak" tests/connector/test_vllm_parallel.py)
+	$(if $(ARGS),,$(PYTEST_VLLM) --junitxml $(TIMES)/engines-alone.xml -m "alone and not gate and not soak" $(shell grep -l mark.alone tests/connector/*.py))
 
 oldest: ## tests with the oldest real vLLM; OLDEST=all: also those that `make soak` runs
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from context_parallel_engine import RANKS, prompts
+from context_parallel_engine import found
 from context_parallel_on_cpu import SPOIL, SPOILS, install
-from engine import BLOCK
 from script_with_vllm import result_of
 from stores import DaemonStore
 from tiny_model import build_tiny_model
@@ -138,7 +137,7 @@ def with_plugin(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, SPOIL: str(spoil)}
 
 
-def serve(tmp_path: Path, model: Path, name: str, store: DaemonStore, *more: str) -> list[dict[str, Any]]:
+def serve(tmp_path: Path, model: Path, name: str, store: DaemonStore, *more: str) -> dict[str, Any]:
     log = tmp_path / f"{name}.log"
     found: Any = result_of(
         "context_parallel_engine.py",
@@ -155,31 +154,25 @@ needs_newest = pytest.mark.skipif(
     not reports_failed_requests(), reason="the tests' attention is for a newer vLLM"
 )
 ONE_AT_A_TIME = ("--interleave", "1")
-# All of a prompt's whole blocks; of a prompt of whole blocks all tokens but the last.
-FOUND = [
-    len(each) - 1 if len(each) % (BLOCK * RANKS) == 0 else len(each) // (BLOCK * RANKS) * BLOCK * RANKS
-    for each in prompts()
-]
 
 
 @needs_newest
-@pytest.mark.gate
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_blocks_come_back_to_all_ranks(tmp_path: Path, store: DaemonStore) -> None:
     """Each rank's part of each block counts: without that of the second one, or with the two exchanged, the answers are
     others."""
     model = build_tiny_model(tmp_path / "model", kv_heads=1)
-    spoils = ("--spoil", *SPOILS)
-    cold, warm, *spoilt = serve(tmp_path, model, "engine", store, *ONE_AT_A_TIME, "--rounds", "2", *spoils)
+    result = serve(tmp_path, model, "engine", store, *ONE_AT_A_TIME, "--spoil", *SPOILS)
+    cold, warm, spoilt = result["cold"], result["warm"], result["spoilt"]
     # The last two begin as the first does.
-    assert cold["cached"] == [0] * (len(FOUND) - 2) + [128, 128]
-    assert len({tuple(each) for each in cold["answers"]}) == len(FOUND)
-    assert warm == {"answers": cold["answers"], "cached": FOUND}
+    assert cold["cached"] == [0] * (len(found()) - 2) + [128, 128]
+    assert len({tuple(each) for each in cold["answers"]}) == len(found())
+    assert warm == {"answers": cold["answers"], "cached": found()}
     assert len(spoilt) == len(SPOILS)
     for each in spoilt:
-        assert each["cached"] == FOUND
-        pairs = zip(each["answers"], cold["answers"], FOUND, strict=True)
-        assert all(other != right for other, right, tokens in pairs if tokens)
+        pairs = zip(each["answers"], cold["answers"], each["cached"], strict=True)
+        assert all((other != right) == (tokens > 0) for other, right, tokens in pairs)
 
 
 @needs_newest
@@ -189,11 +182,12 @@ def test_what_one_engine_computed_is_a_hit_for_those_that_deal_tokens_alike(
     tmp_path: Path, store: DaemonStore
 ) -> None:
     model = build_tiny_model(tmp_path / "model", kv_heads=1)
-    (cold,) = serve(tmp_path, model, "first", store, *ONE_AT_A_TIME, "--rounds", "1")
-    (warm,) = serve(tmp_path, model, "restarted", store, *ONE_AT_A_TIME, "--rounds", "1")
-    assert warm == {"answers": cold["answers"], "cached": FOUND}
-    other = ("--interleave", "16", "--rounds", "2")
-    assert serve(tmp_path, model, "other", store, *other) == [cold, warm]
+    first = serve(tmp_path, model, "first", store, *ONE_AT_A_TIME)
+    again = serve(tmp_path, model, "restarted", store, *ONE_AT_A_TIME, "--once")
+    assert again["cold"] == first["warm"] == {"answers": first["cold"]["answers"], "cached": found()}
+    # What others store is another layout.
+    other = serve(tmp_path, model, "other", store, "--interleave", "16")
+    assert (other["cold"], other["warm"]) == (first["cold"], first["warm"])
 
 
 @needs_newest
