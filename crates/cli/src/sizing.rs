@@ -311,7 +311,7 @@ mod tests {
         let cache = Cache::of(&model("qwen3-next-80b-a3b"), CacheDtype::Auto, StateDtype::Auto).unwrap();
         let pool = Pool::of(&cache, 100_000, 50, 16).unwrap();
         let state = 36 * (8192 * 3 + 32 * 128 * 128) * 2;
-        // 544 is what vLLM's log says.
+        // A layer's block of 544 tokens is the first that holds a state, in steps of 16.
         assert_eq!((pool.block_size, pool.blocks, pool.block_bytes), (544, 184, 544 * 12 * 2048));
         assert_eq!((pool.states, pool.state_bytes), (50, state));
         assert_eq!(pool.bytes, 184 * 544 * 12 * 2048 + 50 * state);

@@ -148,7 +148,7 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
 
 def context_ranks(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     """Decode-context-parallel ranks over which a layer's cache has the tokens of each block dealt."""
-    # Before vLLM said it of each layer, all but states had. States and some drafters' layers are whole in every rank.
+    # Newer versions say it of each layer. Older ones deal tokens in all layers, but keep states whole in every rank.
     is_dealt = getattr(spec, "dcp_sharded", not hasattr(spec, "mamba_cache_mode"))
     return getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) if is_dealt else 1
 

@@ -31,7 +31,7 @@ def backend_name(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) ->
     ranks = capabilities.context_ranks(vllm_config, spec)
     if ranks == 1:
         return name
-    # Which of them a rank is follows from its number, which the layout has beside this. The daemon takes 64 bytes.
+    # The layout has the rank's number beside this. The daemon takes names of at most 64 bytes.
     return f"{name}, {capabilities.context_interleave(vllm_config)} tokens x {ranks} ranks"
 
 

@@ -317,8 +317,8 @@ fn split_chunks(text: &Value, layers: u64) -> Result<(u64, u64, u64)> {
     Ok((full, layers - full, chunk))
 }
 
-/// The states of a model that has them. As vLLM's `get_mamba_state_shape_from_config` and
-/// `get_mamba_state_dtype_from_config` of these models have it, without tensor parallelism.
+/// The states of a model that has them. The formulas are those of vLLM's `get_mamba_state_shape_from_config` and
+/// `get_mamba_state_dtype_from_config` for these models, without tensor parallelism.
 fn states(
     text: &Value,
     kind: &str,
@@ -565,7 +565,7 @@ mod tests {
         assert_eq!((bytes(CacheDtype::Bfloat16), bytes(CacheDtype::Fp8)), (1152 + 132, 656 + 132));
     }
 
-    /// Qwen3-Next-80B: vLLM's log says that it sets blocks to 544 tokens.
+    /// The numbers are those of Qwen3-Next-80B.
     #[test]
     fn layers_with_states_keep_one_of_a_prompt() {
         let config = with(json!({
