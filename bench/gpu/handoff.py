@@ -175,7 +175,9 @@ class Pair:
             await self.ask("both at once", before + self.draw(self._settings.tokens + 7 - len(before)))
         computed, landed = [await each.on_workers(model.block_hashes, POISON) for each in (self.p, self.d)]
         found[f"{name}_blocks"] = [len(of_rank) for of_rank in landed]
-        differ = [len(set(ours) - set(theirs)) for ours, theirs in zip(landed, computed, strict=True)]
+        differ = [
+            model.blocks_that_differ(ours, theirs) for ours, theirs in zip(landed, computed, strict=True)
+        ]
         found[f"{name}_blocks_that_differ"] = differ
         found[f"control_{name}_bytes"] = min(found[f"{name}_blocks"]) > 0 and max(differ) <= 2
 

@@ -224,9 +224,10 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
 async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str, Any]) -> None:
     """Whether blocks that are loaded into poisoned memory are, byte by byte, those that were computed before.
 
-    The last block of each prompt is computed again, among fewer tokens, and may differ in its last bits.
+    The last block of each prompt, in each KV cache group, is computed again among fewer tokens, and may differ in its
+    last bits: `differ_at_most`.
     """
-    computed = set((await engine.on_workers(model.block_hashes, POISON))[0])
+    computed = (await engine.on_workers(model.block_hashes, POISON))[0]
     await engine.forget()
     await engine.on_workers(model.poison, POISON)
     cached = []
@@ -237,8 +238,14 @@ async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str
     found["loaded_tokens_of_a_prompt"] = min(cached)
     found["control_loaded"] = min(cached) > 0
     loaded = (await engine.on_workers(model.block_hashes, POISON))[0]
+    found["kv_cache_groups"] = len(loaded[0]) if loaded else 0
     found["loaded_blocks"] = len(loaded)
-    found["loaded_blocks_that_differ"] = len([block for block in loaded if block not in computed])
+    found["loaded_blocks_that_differ"] = model.blocks_that_differ(loaded, computed)
+
+
+def differ_at_most(prompts: int, found: dict[str, Any]) -> int:
+    """How many blocks may differ in what `loaded_bytes` found."""
+    return prompts * int(found.get("kv_cache_groups", 1))
 
 
 async def gaps(

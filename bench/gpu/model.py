@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -244,52 +245,82 @@ def end_profile(worker: Any) -> dict[str, tuple[float, int]]:
     }
 
 
-def _caches(worker: Any) -> list[Any]:
-    """The KV caches of all layers; a layer with states has one for each of their parts."""
-    caches = worker.model_runner.kv_caches
-    return [part for cache in caches for part in (cache if isinstance(cache, list | tuple) else [cache])]
-
-
-def _by_block(worker: Any) -> list[Any]:
-    """Each layer's KV cache as rows of bytes, one a block."""
+def _by_block(worker: Any) -> list[list[Any]]:
+    """The KV cache of each group's layers as rows of bytes, one a block, without what is behind a state."""
     import torch
 
-    rows = []
-    blocks = worker.model_runner.kv_cache_config.num_blocks
-    for cache in _caches(worker):
+    runner = worker.model_runner
+    blocks, groups = runner.kv_cache_config.num_blocks, runner.kv_cache_config.kv_cache_groups
+    # The runner has them in the order of the model's layers.
+    names = sorted((name for group in groups for name in group.layer_names), key=_layer)
+    by_name = dict(zip(names, runner.kv_caches, strict=True))
+
+    def rows(cache: Any, spec: Any) -> Any:
         axis = list(cache.shape).index(blocks)
-        rows.append(cache.movedim(axis, 0).view(torch.uint8) if axis else cache.view(torch.uint8))
-    return rows
+        found = (cache.movedim(axis, 0) if axis else cache).view(torch.uint8)
+        if not hasattr(spec, "shapes"):
+            return found
+        used = sum(
+            math.prod(shape) * kind.itemsize for shape, kind in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        return found.reshape(blocks, -1)[:, :used]
+
+    return [
+        [rows(part, group.kv_cache_spec) for name in group.layer_names for part in _parts(by_name[name])]
+        for group in groups
+    ]
+
+
+def _layer(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdecimal())
+
+
+def _parts(cache: Any) -> list[Any]:
+    """A layer with states may have a tensor for each of their parts."""
+    return list(cache) if isinstance(cache, list | tuple) else [cache]
 
 
 def poison(worker: Any, byte: int) -> None:
     """Overwrites all blocks."""
     import torch
 
-    for cache in _caches(worker):
-        cache.view(torch.uint8).fill_(byte)
+    for cache in worker.model_runner.kv_caches:
+        for part in _parts(cache):
+            part.view(torch.uint8).fill_(byte)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def block_hashes(worker: Any, byte: int) -> list[int]:
-    """A hash of the bytes that each block has in all layers; of those that are not poison in their first layer."""
+def block_hashes(worker: Any, byte: int) -> list[tuple[int, ...]]:
+    """Of each block that is not poison throughout, a hash of its bytes for each KV cache group: those of its layers."""
     import torch
 
-    total: Any = None
+    hashes = []
     written: Any = None
-    for layer, rows in enumerate(_by_block(worker)):
-        words = rows.reshape(rows.shape[0], -1).contiguous().view(torch.int64)
-        if written is None:
-            poisoned = int.from_bytes(bytes([byte]) * 8, "little", signed=True)
-            written = (words != poisoned).any(dim=1)
-        # Odd factors by place: bytes that changed places change the sum. It wraps around, which does no harm.
-        places = torch.arange(words.shape[1], device=words.device, dtype=torch.int64)
-        factors = (places * 2654435761 + layer * 40503) * 2 + 1
-        # In parts, so that the products do not need the memory of a whole layer.
-        sums = torch.cat([(part * factors).sum(dim=1) for part in words.split(256)])
-        total = sums if total is None else total * 31 + sums
-    return total[written].tolist()
+    for group in _by_block(worker):
+        total: Any = None
+        for layer, rows in enumerate(group):
+            words = rows.reshape(rows.shape[0], -1).contiguous().view(torch.int64)
+            if total is None:
+                poisoned = int.from_bytes(bytes([byte]) * 8, "little", signed=True)
+                own = (words != poisoned).any(dim=1)
+                written = own if written is None else written | own
+            # Odd factors by place: bytes that changed places change the sum. It wraps around, which does no harm.
+            places = torch.arange(words.shape[1], device=words.device, dtype=torch.int64)
+            factors = (places * 2654435761 + layer * 40503) * 2 + 1
+            # In parts, so that the products do not need the memory of a whole layer.
+            sums = torch.cat([(part * factors).sum(dim=1) for part in words.split(256)])
+            total = sums if total is None else total * 31 + sums
+        hashes.append(total)
+    return list(zip(*(total[written].tolist() for total in hashes), strict=True))
+
+
+def blocks_that_differ(found: list[tuple[int, ...]], computed: list[tuple[int, ...]]) -> int:
+    """How many blocks of `found` have no group's bytes that a block of `computed` has. Both are of `block_hashes`."""
+    of_group = [set(hashes) for hashes in zip(*computed, strict=True)]
+    return sum(
+        not any(own in theirs for own, theirs in zip(block, of_group, strict=False)) for block in found
+    )
 
 
 def main() -> None:

@@ -280,7 +280,7 @@ def measure(
         ask("in_gpu", first, prompts)
         kept, kept_hits = ask("in_gpu", first, prompts)
         held["distinct"] = len({tuple(tokens) for tokens in kept}) == len(kept)
-        computed = set(first.call("block_hashes"))
+        computed = first.call("block_hashes")
         warm = []
         for _ in range(settings.rounds):
             forget(first)
@@ -301,10 +301,10 @@ def measure(
         back, hits = ask("restarted", second, prompts)
         held["restarted_same_tokens"], held["restarted_hits"] = back == kept, hits == kept_hits
         loaded = second.call("block_hashes")
-        differ = len([block for block in loaded if block not in computed])
+        differ = model.blocks_that_differ(loaded, computed)
         found["loaded_blocks"], found["loaded_blocks_that_differ"] = len(loaded), differ
-        # For each prompt, the block that is computed again and that of the answer.
-        again = settings.prompts * 2
+        # For each prompt and KV cache group, the block that is computed again and that of the answer.
+        again = settings.prompts * 2 * len(computed[0])
         held["restarted_same_bytes"] = len(loaded) > again and differ <= again
         # Engines differ a little: these are what the first loads of this one are beside.
         ask("restarted_in_gpu", second, prompts)

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("compare", "systems", "model"):
+    for name in ("compare", "measure", "systems", "model"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("compare")
 
@@ -86,6 +86,7 @@ def test_what_was_not_measured_is_no_figure(compare: Any, tmp_path: Path) -> Non
         # LMCache's connector inside a CPU engine loads nothing, and answers alike: all is computed.
         {"control_loaded": False},
         {"loaded_blocks_that_differ": 9},
+        {"loaded_blocks_that_differ": 33, "kv_cache_groups": 4},
     ],
 )
 def test_a_series_with_a_control_that_fails_counts_for_nothing(
@@ -94,6 +95,22 @@ def test_a_series_with_a_control_that_fails_counts_for_nothing(
     code, _ = published(compare, [run("none"), run("kvlane", [33], **found)], tmp_path)
     assert code == 1
     assert "WRONG: kvlane" in capsys.readouterr().err
+
+
+def test_each_group_computes_the_last_block_of_a_prompt_again(compare: Any, tmp_path: Path) -> None:
+    runs = [run("kvlane", [33], loaded_blocks_that_differ=32, kv_cache_groups=4)]
+    assert published(compare, runs, tmp_path)[0] == 0
+
+
+def test_a_loaded_block_has_the_bytes_of_some_group(compare: Any) -> None:
+    """The first group keeps whole blocks. A state of the second one is shorter: what is behind it may differ."""
+    block, state = (10, 11), (20, 21)
+    computed = [block, state]
+    assert compare.model.blocks_that_differ([state, block], computed) == 0
+    assert compare.model.blocks_that_differ([block, (99, state[1])], computed) == 0
+    assert compare.model.blocks_that_differ([block, (state[0] + 1, state[1] + 1)], computed) == 1
+    assert compare.model.blocks_that_differ([(state[1], block[0])], computed) == 1
+    assert compare.model.blocks_that_differ([block], []) == 1
 
 
 def test_the_servers_flags_and_connectors_are_there(compare: Any, tmp_path: Path) -> None:
