@@ -70,7 +70,12 @@ def committed() -> Iterator[Redrawn]:
     for name in ("h200-busy", "h200-busy-again"):
         result = gpu / f"2026-11-29-{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
-    for name in ("2026-11-23-h200-vllm-0.33-restart", "2026-11-29-h200-restart"):
+    for name in (
+        "2026-11-23-h200-vllm-0.33-restart",
+        "2026-11-29-h200-restart",
+        "2026-11-30-h200-windows-restart",
+        "2026-11-30-h200-states-restart",
+    ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
     result = gpu / "2026-11-29-two-h200-shared-pool.json"
