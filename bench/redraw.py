@@ -78,6 +78,13 @@ def committed() -> Iterator[Redrawn]:
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
+    for name in (
+        "2026-11-29-two-h200-all-to-all/experts-4096",
+        "2026-11-30-two-h200-all-to-all/experts-128-deepep",
+        "2026-11-30-h200-all-to-all/four-ranks-4096",
+    ):
+        result = gpu / f"{name}.json"
+        yield _bars(result.with_suffix(".png"), result, pictures.of_the_slowest_rank(_read(result)))
     result = gpu / "2026-11-29-two-h200-shared-pool.json"
     yield _bars(result.with_suffix(".png"), result, shared_pool.picture(_read(result)))
     for result in sorted(ssd.glob("*.json")):

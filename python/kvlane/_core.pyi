@@ -472,6 +472,9 @@ class MoeRank:
     def give_up(self) -> None: ...
     def close(self) -> None: ...
 
+def moe_decline(ranks: int, why: str, all_gather: Callable[[bytes], list[bytes]], /) -> None:
+    """Tells the other ranks, instead of joining them, why this one cannot."""
+
 def moe_cast(from_: tuple[int, int], rows: tuple[int, int], scales: tuple[int, int], kind: str, /) -> None:
     """Rows of bfloat16 in the memory of the host, as fp8 with scales; `kind` as the `cast` of `kvlane.moe`."""
 

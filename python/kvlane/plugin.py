@@ -45,3 +45,10 @@ def _provide_deep_ep() -> None:
         # Log: DeepEP was imported before kvlane's plugin, so vLLM uses it, in spite of KVLANE_DEEP_EP=1. Do: find what
         # imports it, or unset the variable.
         logger.warning("kvlane: deep_ep is imported already, so KVLANE_DEEP_EP=1 has no effect")
+        return
+    # Log: KVLANE_DEEP_EP=1 is heeded. A line "all-to-all for DeepEP's calls" follows when vLLM uses it. Do: if none
+    # follows, start vLLM with the flags that the line names: without data parallelism it has no all-to-all.
+    logger.info(
+        "kvlane: deep_ep is kvlane.moe; vLLM uses it with --data-parallel-size above 1, --enable-expert-parallel and "
+        "--all2all-backend deepep_low_latency or deepep_high_throughput"
+    )

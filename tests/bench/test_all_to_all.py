@@ -24,6 +24,13 @@ def test_every_round_of_every_part_is_measured(
     assert all(len(each) == 3 and min(each) > 0 for each in times.values())
 
 
+def test_flags_that_ranks_on_cpus_would_not_heed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--cast, --num-sms: with --device cuda only"):
+        main(["all-to-all", "--cast", "--num-sms", "3", "--layout", "experts", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="a token names 8 of 4 experts: lower --top-k"):
+        main(["all-to-all", "--experts", "4", "--out", str(tmp_path)])
+
+
 def test_sizes_that_cannot_be_are_told_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="row_bytes is 30, and has to be a multiple of 16"):
         main(["all-to-all", "--ranks", "2", "--hidden", "15", "--rounds", "1", "--out", str(tmp_path)])

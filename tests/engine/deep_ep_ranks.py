@@ -309,6 +309,7 @@ def normal_calls(rank: int, deep_ep: ModuleType) -> str:
             return "sums"
     last, ids, weights = found[-1][0], found[-1][3], torch.ones(len(found[-1][3]), TOP_K)
     rows = found[-1][1]
+    other = deep_ep.Buffer(group=dist.group.WORLD)
     refused: dict[str, Callable[[], object]] = {
         "leave topk_weights and bias": lambda: buffer.combine(rows, last, topk_weights=weights),
         "dispatch again": lambda: buffer.combine(rows, last),
@@ -318,6 +319,8 @@ def normal_calls(rank: int, deep_ep: ModuleType) -> str:
             rows, ids, MOST, EXPERTS, use_nvfp4=True
         ),
         "has a low-latency combine": lambda: buffer.low_latency_combine(rows, ids, weights, last),
+        "what a dispatch of this Buffer returned": lambda: other.combine(rows, last),
+        "handle has to be what a dispatch": lambda: buffer.low_latency_combine(rows, ids, weights, None),
         "x is .* has to be": lambda: buffer.low_latency_dispatch(rows.float(), ids, MOST, EXPERTS),
     }
     for why, call in refused.items():
@@ -332,7 +335,18 @@ def normal_calls(rank: int, deep_ep: ModuleType) -> str:
     buffer.low_latency_query_mask_buffer(mask)
     buffer.low_latency_clean_mask_buffer()
     buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+    # Ids that are no experts are counted nowhere: dispatch refuses them.
+    to_rank, _, to_expert, _, _ = buffer.get_dispatch_layout(torch.full((2, TOP_K), EXPERTS), EXPERTS)
+    if to_rank.any() or to_expert.tolist() != [0] * EXPERTS:
+        return "an id that is no expert is counted"
     buffer.destroy()
+    try:
+        buffer.low_latency_dispatch(rows, ids, MOST, EXPERTS)
+    except ValueError as error:
+        if "this Buffer was destroyed" not in str(error):
+            return str(error)
+    else:
+        return "a Buffer that was destroyed dispatches"
     return "" if mask.tolist() == [0] * RANKS else "a rank is masked"
 
 

@@ -16,7 +16,7 @@ def use() -> None:
     from kvlane.moe import _gpu
 
     os.environ["KVLANE_GPU_DRIVER"] = "fake"
-    setattr(_gpu.GpuEnd, "_device_named", staticmethod(lambda *_: torch.device("cpu")))  # noqa: B010 - of a class
+    setattr(_gpu.GpuEnd, "_torch_device", staticmethod(lambda _: torch.device("cpu")))  # noqa: B010 - of a class
     setattr(_gpu.GpuEnd, "_stream", lambda _: 0)  # noqa: B010
     for name in ("cast", "dispatch", "send", "receive", "_combine"):
         setattr(_gpu.GpuEnd, name, _waited_for(getattr(_gpu.GpuEnd, name)))

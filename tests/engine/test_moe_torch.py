@@ -13,7 +13,7 @@ RANK = """
 import sys
 import torch
 import torch.distributed as dist
-from kvlane.moe import AllToAll, Group
+from kvlane.moe import AllToAll, Group, NotJoined
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -43,6 +43,17 @@ with AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16) as
     # Not aligned, as a view of a file's bytes may be.
     unaligned = torch.frombuffer(bytearray(8 * tokens + 1), dtype=torch.float32, offset=1).reshape(tokens, 2)
     ranks.dispatch(x, ids, unaligned).give_up()
+with AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16, layout="tokens") as ranks:
+    found = ranks.dispatch(x, ids.numpy(), weights.numpy())
+    assert all(isinstance(each, torch.Tensor) for each in (found.ids, found.weights, found.counts))
+# This machine has no GPU. The other rank waited for it in all_gather.
+try:
+    AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16, device=("cpu", "cuda")[rank])
+except (NotJoined, OSError) as error:
+    assert isinstance(error, (NotJoined, OSError)[rank]), error
+    assert rank or "rank 1 cannot: " in str(error), error
+else:
+    raise AssertionError("ranks joined without a GPU")
 # Else torch's threads may outlive what they need at the end: "terminate called without an active exception".
 dist.destroy_process_group()
 print(len(got.rows))

@@ -219,6 +219,13 @@ def join_only(group: moe.Group, say: Say, sizes_by_rank: list[Sizes]) -> Any:
         return ranks.nbytes
 
 
+def join_with(group: moe.Group, say: Say, arguments_by_rank: list[dict[str, Any]]) -> Any:
+    """Joins with arguments of its own."""
+    sizes = {"experts": 8, "top_k": 2, "max_tokens": 4, "hidden": 16, "timeout": 20.0}
+    with moe.AllToAll(group, **(sizes | arguments_by_rank[group.rank])) as ranks:
+        return ranks.nbytes
+
+
 def join_and_leave(group: moe.Group, say: Say, sizes: Sizes, times: int) -> Any:
     """How many descriptors and mappings this process has more than after the first time."""
 

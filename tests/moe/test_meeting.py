@@ -122,6 +122,12 @@ def test_a_rank_that_leaves_or_is_there_twice_is_an_error_for_the_others(path: s
 def test_what_cannot_be_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
         moe.Group.at(path, 2, 2)
+    with pytest.raises(ValueError, match="rank -1 is not one of 2"):
+        moe.Group(-1, 2, lambda told: [told])
+    for timeout in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout has to be above 0 and at most"):
+            moe.Group.at(path, 0, 1, timeout)
+    assert moe.Group.at(Path(path), 0, 1).all_gather(b"told") == [b"told"]
 
     def gather(rank: int) -> Any:
         group = moe.Group.at(path, rank, 2, timeout=20)

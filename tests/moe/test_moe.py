@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Sizes(ranks=2, experts=5, top_k=1, hidden=8, dtype="float16", scale_bytes=4, alignment=16),
         Sizes(ranks=3, experts=8, top_k=4, hidden=24, dtype="bfloat16", scale_bytes=12),
         Sizes(ranks=4, experts=3, top_k=8, hidden=64, dtype="bfloat16", alignment=8),
+        Sizes(ranks=8, experts=20, top_k=22, hidden=8192, dtype="bfloat16", max_tokens=4),
     ],
     ids=lambda sizes: f"{sizes.ranks}-{sizes.dtype}",
 )
@@ -60,7 +61,7 @@ def test_an_expert_with_more_rows_than_its_capacity_fails_what_needs_it_and_the_
 
 def test_ranks_that_differ_in_the_layout_are_told() -> None:
     found = run(2, "join_only", [Sizes(2, 8, 2, 16), Sizes(2, 8, 2, 16, layout="tokens")])
-    assert all("the kind of layout is" in text for _, text in found), found
+    assert all("layout is experts here and tokens at rank 1" in text for _, text in found), found
     masked = Sizes(2, 8, 2, 16, layout="masked")
     found = run(2, "join_only", [replace(masked, capacity=4), replace(masked, capacity=5)])
     assert "capacity is 4 here and 5 at rank 1" in found[0][1]
@@ -155,6 +156,30 @@ def test_one_rank_with_sizes_that_cannot_be_ends_it_for_all() -> None:
     assert "rank 1 cannot: top_k is 33" in found[0][1]
 
 
+@pytest.mark.parametrize(
+    ("more", "kind", "why"),
+    [
+        ({"layout": "rows"}, "ValueError", "rank 1 cannot: layout is experts, masked or tokens"),
+        ({"experts": 8.0}, "ValueError", "rank 1 cannot: experts is 8.0, and has to be a whole number"),
+        ({"num_sms": 4}, "ValueError", "rank 1 cannot: num_sms is for GPUs"),
+        ({"device": "tpu"}, "ValueError", "rank 1 cannot: device is cpu, cuda or cuda:N, and not 'tpu'"),
+        ({"cast": "fp8"}, "ValueError", "rank 1 cannot: hidden is 16, and has no whole blocks"),
+        ({"exact": False}, "NotJoined", "exact is True here and False at rank 1"),
+        ({"dtype": "float16"}, "NotJoined", "dtype is bfloat16 here and float16 at rank 1"),
+    ],
+)
+def test_an_argument_of_one_rank_ends_it_for_all(more: dict[str, Any], kind: str, why: str) -> None:
+    """Its own error came before it had told the others anything: they waited for it, or joined it."""
+    found = run(2, "join_with", [{}, more])
+    assert [name for name, _ in found] == ["NotJoined", kind], found
+    assert why in found[0][1]
+
+
+def test_ranks_that_cast_otherwise_do_not_join() -> None:
+    found = run(2, "join_with", [{"hidden": 512, "cast": cast} for cast in ("fp8", "fp8_pow2")])
+    assert "cast is fp8 here and fp8_pow2 at rank 1" in found[0][1]
+
+
 def alone(**more: Any) -> moe.AllToAll:
     settings = {"experts": 4, "top_k": 2, "max_tokens": 3, "hidden": 8, "dtype": "float32"}
     return moe.AllToAll(moe.Group(0, 1, lambda told: [told]), **(settings | more))
@@ -169,6 +194,10 @@ def alone(**more: Any) -> moe.AllToAll:
         ({"dtype": "int8"}, "dtype is bfloat16, float16 or float32"),
         ({"timeout": 0}, "timeout has to be above 0"),
         ({"experts": -1}, "experts is -1"),
+        ({"max_tokens": 1 << 64}, "max_tokens is 18446744073709551616, and has to be 0 to"),
+        ({"device": "cuda:"}, "device is cpu, cuda or cuda:N, and not 'cuda:'"),
+        ({"device": "cuda", "num_sms": 0}, "num_sms is 0, and has to be at least 1"),
+        ({"timeout": float("nan")}, "timeout has to be above 0"),
         ({"layout": "rows"}, "layout is experts, masked or tokens, and not 'rows'"),
         ({"layout": "masked", "alignment": 8}, "alignment is for the layout experts"),
         ({"capacity": 3}, "capacity is for the layout masked on CPUs, and the layout is experts"),
@@ -234,6 +263,21 @@ def test_a_result_is_combined_once_with_rows_of_its_size() -> None:
         theirs = other.dispatch(**arrays())
         with pytest.raises(ValueError, match="of another all-to-all"):
             one.combine(theirs.rows, theirs)
+        # The weights of a combine that was refused were kept.
+        with pytest.raises(ValueError, match="of another all-to-all"):
+            one.combine(theirs.rows, theirs, weights=np.full((1, 2), 9, np.float32))
+        assert other.combine(theirs.rows, theirs).tolist() == [[2.0] * 8]
+        with pytest.raises(ValueError, match="received is a NoneType"):
+            one.combine(got.rows, None)
+
+
+def test_rows_of_a_host_have_no_room_to_cut() -> None:
+    """The padding behind the last expert went, and combine missed it."""
+    with alone(alignment=4) as one:
+        got = one.dispatch(**arrays(3))
+        assert len(got.rows) == 8
+        cut = got.trimmed()
+        assert one.combine(cut.rows, cut).tolist() == [[2.0] * 8] * 3
 
 
 def test_weights_come_once_and_where_they_are_used() -> None:

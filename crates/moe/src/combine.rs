@@ -10,10 +10,19 @@ impl Rank {
     ///
     /// In the layout of tokens these are sums that the caller has made, and `sum` is [`Sum::Reduced`].
     ///
+    /// `weights`, `top_k` for each token of the dispatch, take the place of those that were dispatched. For [`Sum::Exact`] only:
+    /// in a reduced sum other ranks multiply.
+    ///
     /// # Errors
-    /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent then. The error of an earlier
-    /// operation.
-    pub fn send_back(&mut self, handle: &mut Handle, outputs: &[u8], sum: Sum) -> Result<(), MoeError> {
+    /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent or changed then. The error of an
+    /// earlier operation.
+    pub fn send_back(
+        &mut self,
+        handle: &mut Handle,
+        outputs: &[u8],
+        sum: Sum,
+        weights: Option<&[f32]>,
+    ) -> Result<(), MoeError> {
         self.check()?;
         self.check_own(&handle.dispatch)?;
         let sum_bytes = self.shape.sum_bytes();
@@ -31,6 +40,9 @@ impl Rank {
         if by_token && sum == Sum::Exact {
             let why = "in the layout of tokens the caller has added the rows of experts: combine is reduced";
             return Err(MoeError::BadInput(why.into()));
+        }
+        if let Some(weights) = weights {
+            handle.reweigh(weights)?;
         }
         handle.sent_back = Some(sum);
         self.stats.combines += 1;

@@ -23,7 +23,8 @@ use rustix::io::retry_on_intr;
 
 use crate::heap::{Heap, Peers};
 use crate::layout::Layout;
-use crate::{MoeError, Rank, Shape};
+use crate::shape::Field;
+use crate::{MoeError, Rank, Scales, Shape};
 
 /// Longest silence of a peer at the socket, and longest wait until all have come.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -31,19 +32,19 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PASS_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest wait for the next peer before a look whether this rank has failed.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-const MAGIC: &[u8; 8] = b"kvlmoe01";
+const MAGIC: &[u8; 8] = b"kvlmoe02";
 /// Begins the bytes of a rank that cannot join. The reason follows.
 const CANNOT: &[u8; 8] = b"kvlmoeno";
 const PASS_BYTES: usize = 16;
-/// Sizes, and the kind of memory.
-const FIELDS: usize = 12;
+/// Sizes, the kind of memory, and terms.
+const FIELDS: usize = 14;
 /// Offset of what a rank has written into its memory before it gives it to others.
 pub(crate) const TOLD_AT: usize = 128;
 
 /// Gives all ranks' bytes to every rank, in the order of ranks. Called twice by each rank.
 pub type AllGather<'a> = dyn FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String> + 'a;
 
-/// The bytes that a rank tells the others, little-endian: `kvlmoe01`, then these.
+/// The bytes that a rank tells the others, little-endian: `kvlmoe02`, then these.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hello {
     rank: u32,
@@ -97,30 +98,17 @@ impl Hello {
 pub(crate) enum Kind {
     /// Memory of the host, in which they work.
     Host,
-    /// That of a GPU, and memory of the host in which they say whether they take part. It has room for sums of the exact kind, or
-    /// none.
-    Gpu {
-        /// Whether there is room.
-        is_exact: bool,
-    },
+    /// That of a GPU, and memory of the host in which they say whether they take part.
+    Gpu,
 }
 
-impl Kind {
-    fn number(self) -> u64 {
-        match self {
-            Kind::Host => 0,
-            Kind::Gpu { is_exact: false } => 1,
-            Kind::Gpu { is_exact: true } => 2,
-        }
-    }
-
-    fn of_number(number: u64) -> &'static str {
-        match number {
-            0 => "the host's",
-            1 => "a GPU's, for reduced sums alone",
-            _ => "a GPU's",
-        }
-    }
+/// On what else than the shape all ranks agree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Terms {
+    /// Whether a combine may be exact. On a GPU there is memory for it.
+    pub is_exact: bool,
+    /// How the caller casts rows before a dispatch.
+    pub cast: Option<Scales>,
 }
 
 /// The part of a rank before it meets others: the size of its memory of the host, its first bytes at [`TOLD_AT`], and what else it
@@ -131,12 +119,12 @@ pub(crate) struct Part<P> {
     pub(crate) kept: P,
 }
 
-/// A rank that has met the others.
-pub(crate) struct Met<T> {
+/// A rank that has met the others, and what it keeps.
+pub(crate) struct Met<P> {
     pub(crate) layout: Layout,
     pub(crate) heap: Heap,
     pub(crate) peers: Peers,
-    pub(crate) with: T,
+    pub(crate) kept: P,
 }
 
 /// A rank that is about to meet the others.
@@ -144,7 +132,6 @@ struct Ready<P> {
     layout: Layout,
     kept: P,
     bytes: usize,
-    kind: Kind,
     heap: Heap,
     memfd: OwnedFd,
     hello: Hello,
@@ -160,59 +147,58 @@ struct Ready<P> {
 pub fn join(
     shape: &Shape,
     rank: usize,
+    terms: Terms,
     timeout: Duration,
     all_gather: &mut AllGather<'_>,
 ) -> Result<Rank, MoeError> {
     let part = |layout: &Layout| Ok(Part { bytes: layout.bytes, told: Vec::new(), kept: () });
-    let met = meet_all(shape, rank, Kind::Host, all_gather, part, |(), _| Ok(()))?;
-    Ok(Rank::new(*shape, rank, met.layout, met.heap, met.peers, timeout))
+    let make =
+        |Met { layout, heap, peers, kept: () }| Ok(Rank::new(*shape, rank, layout, heap, peers, timeout));
+    meet_all(shape, rank, Kind::Host, terms, all_gather, part, make)
 }
 
-/// Has all ranks meet. `part` makes this one's, `attach` reaches what the peers keep.
+/// Takes the place of [`join`] in a rank that cannot: tells the others why, so that none waits for it.
+pub fn decline(ranks: usize, why: &str, all_gather: &mut AllGather<'_>) {
+    let told = [CANNOT.as_slice(), why.as_bytes()].concat();
+    // The others gather twice.
+    let _ = gather(all_gather, &told, ranks).and_then(|_| gather(all_gather, why.as_bytes(), ranks));
+}
+
+/// Has all ranks meet. `part` begins this one, and `make` ends it once it has the others' memory. If one of them fails on any
+/// rank, all ranks hear why.
 pub(crate) fn meet_all<P, T>(
     shape: &Shape,
     rank: usize,
     kind: Kind,
+    terms: Terms,
     all_gather: &mut AllGather<'_>,
     part: impl FnOnce(&Layout) -> Result<Part<P>, MoeError>,
-    attach: impl FnOnce(P, &Peers) -> Result<T, String>,
-) -> Result<Met<T>, MoeError> {
-    let ready = prepare(shape, rank, kind, part);
-    let told = match &ready {
-        Ok(ready) => ready.hello.encode(),
-        Err(error) => [CANNOT.as_slice(), error.to_string().as_bytes()].concat(),
-    };
-    let told = gather(all_gather, &told, shape.ranks);
-    let Ready { layout, kept, bytes, kind, heap, memfd, hello, listener, _file } = match ready {
+    make: impl FnOnce(Met<P>) -> Result<T, MoeError>,
+) -> Result<T, MoeError> {
+    let agreed = fields(shape, kind, terms);
+    let ready = match prepare(shape, rank, &agreed, part) {
         Ok(ready) => ready,
         Err(error) => {
-            // The others gather twice.
-            let _ = told.and_then(|_| gather(all_gather, error.to_string().as_bytes(), shape.ranks));
+            decline(shape.ranks, &error.to_string(), all_gather);
             return Err(error);
         }
     };
-    let met = told.and_then(|told| {
-        let met = meet(shape, kind, &hello, &told, &listener, &memfd, bytes)
-            .and_then(|peers| attach(kept, &peers).map(|with| (peers, with)));
-        let verdict = met.as_ref().err().map_or("", String::as_str);
-        let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
-        all_fine(&verdicts)?;
-        met.map_err(MoeError::NotJoined)
-    });
-    match met {
-        Ok((peers, with)) => Ok(Met { layout, heap, peers, with }),
-        Err(error) => {
-            // A peer may have joined.
-            heap.leave(None);
-            Err(error)
-        }
-    }
+    let Ready { layout, kept, bytes, heap, memfd, hello, listener, _file } = ready;
+    let told = gather(all_gather, &hello.encode(), shape.ranks)?;
+    let made = meet(&agreed, &hello, &told, &listener, &memfd, bytes)
+        .map_err(MoeError::NotJoined)
+        .and_then(|peers| make(Met { layout, heap, peers, kept }));
+    let verdict = made.as_ref().err().map(MoeError::to_string).unwrap_or_default();
+    // A rank that fails here has not joined, and leaves: so a peer that has joined does not wait for it.
+    let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
+    all_fine(&verdicts)?;
+    made
 }
 
 fn prepare<P>(
     shape: &Shape,
     rank: usize,
-    kind: Kind,
+    agreed: &[Field; FIELDS],
     part: impl FnOnce(&Layout) -> Result<Part<P>, MoeError>,
 ) -> Result<Ready<P>, MoeError> {
     shape.check().map_err(MoeError::BadInput)?;
@@ -235,7 +221,7 @@ fn prepare<P>(
         socket: u64::from_le_bytes(random().map_err(own)?),
         pass: random().map_err(own)?,
         host,
-        fields: fields(shape, kind),
+        fields: agreed.map(|field| field.value),
     };
     SocketFile::remove_stale("moe-");
     let path = hello.socket_path();
@@ -245,16 +231,36 @@ fn prepare<P>(
             path.display()
         ))
     })?;
-    Ok(Ready { layout, kept, bytes, kind, heap, memfd, hello, listener, _file })
+    Ok(Ready { layout, kept, bytes, heap, memfd, hello, listener, _file })
 }
 
-/// The numbers on which all ranks have to agree.
-fn fields(shape: &Shape, kind: Kind) -> [u64; FIELDS] {
-    let mut fields = [kind.number(); FIELDS];
-    for (field, (_, size)) in fields.iter_mut().zip(shape.fields()) {
-        *field = size;
-    }
-    fields
+/// All on which ranks have to agree.
+fn fields(shape: &Shape, kind: Kind, terms: Terms) -> [Field; FIELDS] {
+    let cast = match terms.cast {
+        None => 0,
+        Some(Scales::Float) => 1,
+        Some(Scales::PowerOfTwo) => 2,
+        Some(Scales::Exponent) => 3,
+    };
+    let [ranks, experts, top_k, tokens, row, scale, hidden, dtype, alignment, layout, capacity] =
+        shape.fields();
+    [
+        // Before the sizes: those of a GPU may follow from it.
+        Field { name: "device", value: u64::from(kind == Kind::Gpu), words: &["cpu", "cuda"] },
+        ranks,
+        experts,
+        top_k,
+        tokens,
+        row,
+        scale,
+        hidden,
+        dtype,
+        alignment,
+        layout,
+        capacity,
+        Field { name: "exact", value: terms.is_exact.into(), words: &["False", "True"] },
+        Field { name: "cast", value: cast, words: &["None", "fp8", "fp8_pow2", "fp8_ue8m0"] },
+    ]
 }
 
 fn gather(all_gather: &mut AllGather<'_>, bytes: &[u8], ranks: usize) -> Result<Vec<Vec<u8>>, MoeError> {
@@ -281,18 +287,17 @@ fn all_fine(verdicts: &[Vec<u8>]) -> Result<(), MoeError> {
 }
 
 fn meet(
-    shape: &Shape,
-    kind: Kind,
+    agreed_on: &[Field; FIELDS],
     hello: &Hello,
     told: &[Vec<u8>],
     listener: &UnixListener,
     memfd: &OwnedFd,
     bytes: usize,
 ) -> Result<Peers, String> {
-    let hellos = agreed(shape, kind, hello, told)?;
+    let hellos = agreed(agreed_on, hello, told)?;
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let giving = scope.spawn(|| give(listener, hello, shape.ranks - 1, memfd, &stop));
+        let giving = scope.spawn(|| give(listener, hello, told.len() - 1, memfd, &stop));
         let peers: Result<Peers, String> = hellos
             .iter()
             .map(|peer| {
@@ -314,7 +319,7 @@ fn meet(
 }
 
 /// The hellos of all ranks, if these agree.
-fn agreed(shape: &Shape, kind: Kind, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
+fn agreed(fields: &[Field; FIELDS], own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
     let mut hellos = Vec::with_capacity(told.len());
     for (rank, bytes) in told.iter().enumerate() {
         if let Some(why) = bytes.strip_prefix(CANNOT) {
@@ -332,15 +337,11 @@ fn agreed(shape: &Shape, kind: Kind, own: &Hello, told: &[Vec<u8>]) -> Result<Ve
             let (theirs, ours) = (hello.uid, own.uid);
             return Err(format!("it runs as user {ours}, rank {rank} as user {theirs}: run all as one user"));
         }
-        for ((name, ours), theirs) in shape.fields().into_iter().zip(hello.fields) {
-            if ours != theirs {
-                return Err(format!("{name} is {ours} here and {theirs} at rank {rank}"));
+        for (field, theirs) in fields.iter().zip(hello.fields) {
+            if field.value != theirs {
+                let (ours, theirs) = (field.say(field.value), field.say(theirs));
+                return Err(format!("{} is {ours} here and {theirs} at rank {rank}", field.name));
             }
-        }
-        let theirs = hello.fields[FIELDS - 1];
-        if theirs != kind.number() {
-            let (ours, theirs) = (Kind::of_number(kind.number()), Kind::of_number(theirs));
-            return Err(format!("memory is {ours} here and {theirs} at rank {rank}"));
         }
         hellos.push(hello);
     }
@@ -400,7 +401,13 @@ fn take(peer: &Hello, bytes: usize) -> io::Result<(Heap, OwnedFd)> {
     let process = peer_pidfd(&stream)?;
     stream.write_all(&peer.pass)?;
     let mut descriptors = Vec::new();
-    if recv_with_fds(&stream, &mut [0], &mut descriptors)? == 0 {
+    let came = recv_with_fds(&stream, &mut [0], &mut descriptors).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::other(format!("it gave nothing within {} s", PATIENCE.as_secs()))
+        }
+        _ => error,
+    })?;
+    if came == 0 {
         return Err(io::Error::other("it hung up"));
     }
     let memfd = descriptors.pop().ok_or_else(|| io::Error::other("it gave no descriptor"))?;
@@ -430,8 +437,12 @@ mod tests {
         }
     }
 
+    fn fields_here() -> [Field; FIELDS] {
+        fields(&shape(), Kind::Host, Terms { is_exact: true, cast: None })
+    }
+
     fn hello(rank: u32) -> Hello {
-        let fields = fields(&shape(), Kind::Host);
+        let fields = fields_here().map(|field| field.value);
         Hello { rank, uid: 5, socket: 7, pass: [3; PASS_BYTES], host: [b'h'; 36], fields }
     }
 
@@ -451,24 +462,34 @@ mod tests {
         let agree = |change: &dyn Fn(&mut Hello)| {
             let mut other = hello(1);
             change(&mut other);
-            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), other.encode()])
+            agreed(&fields_here(), &hello(0), &[hello(0).encode(), other.encode()])
         };
         assert_eq!(agree(&|_| ()).unwrap(), [hello(0), hello(1)]);
-        assert_eq!(agree(&|other| other.fields[2] = 8).unwrap_err(), "top_k is 2 here and 8 at rank 1");
+        assert_eq!(agree(&|other| other.fields[3] = 8).unwrap_err(), "top_k is 2 here and 8 at rank 1");
+        for (name, value, sentence) in [
+            ("device", 1, "device is cpu here and cuda at rank 1"),
+            ("dtype", 2, "dtype is bfloat16 here and float32 at rank 1"),
+            ("layout", 1, "layout is experts here and masked at rank 1"),
+            ("exact", 0, "exact is True here and False at rank 1"),
+            ("cast", 3, "cast is None here and fp8_ue8m0 at rank 1"),
+            // A later kvlane may have more.
+            ("cast", 9, "cast is None here and 9 at rank 1"),
+        ] {
+            let place = fields_here().iter().position(|field| field.name == name).unwrap();
+            assert_eq!(agree(&|other| other.fields[place] = value).unwrap_err(), sentence);
+        }
         assert_eq!(
             agree(&|other| other.uid = 6).unwrap_err(),
             "it runs as user 5, rank 1 as user 6: run all as one user"
         );
         let elsewhere = agree(&|other| other.host[0] = b'i').unwrap_err();
         assert_eq!(elsewhere, "rank 1 is on another host: kvlane.moe joins the ranks of one host");
-        let failed =
-            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), b"kvlmoenono memory".to_vec()]);
+        let failed = agreed(&fields_here(), &hello(0), &[hello(0).encode(), b"kvlmoenono memory".to_vec()]);
         assert_eq!(failed.unwrap_err(), "rank 1 cannot: no memory");
-        let swapped =
-            agreed(&shape(), Kind::Host, &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
+        let swapped = agreed(&fields_here(), &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
         assert_eq!(swapped, "all_gather gave the bytes of rank 1 as those of rank 0");
         let garbage =
-            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), b"kvlmoe01".to_vec()]).unwrap_err();
+            agreed(&fields_here(), &hello(0), &[hello(0).encode(), b"kvlmoe02".to_vec()]).unwrap_err();
         assert_eq!(garbage, "all_gather gave bytes for rank 1 that are not of this kvlane");
     }
 }

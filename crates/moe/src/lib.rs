@@ -65,7 +65,7 @@ pub use arrivals::Arrivals;
 pub use cast::{SCALED, Scales, cast_to_fp8};
 pub use error::{MoeError, Phase};
 #[cfg(not(loom))]
-pub use join::{AllGather, join};
+pub use join::{AllGather, Terms, decline, join};
 pub use number::Number;
 pub use rank::{Arrived, Handle, Rank, Sent, Stats, Sum};
 pub use shape::{RANKS_MAX, RowLayout, Shape, TOP_K_MAX};

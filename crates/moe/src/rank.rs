@@ -101,12 +101,7 @@ impl Received {
 }
 
 impl Handle {
-    /// Has combine multiply with these weights, `top_k` for each token of the dispatch, and not with those that were dispatched.
-    /// For [`Sum::Exact`] only: in a reduced sum other ranks multiply.
-    ///
-    /// # Errors
-    /// [`MoeError::BadInput`] if they are not as many.
-    pub fn reweigh(&mut self, weights: &[f32]) -> Result<(), MoeError> {
+    pub(crate) fn reweigh(&mut self, weights: &[f32]) -> Result<(), MoeError> {
         let (given, wanted) = (weights.len(), self.dispatch.weights.len());
         if given != wanted {
             return Err(MoeError::BadInput(format!(
@@ -507,6 +502,7 @@ mod tests {
     use super::*;
     use crate::Number;
 
+    const TERMS: crate::Terms = crate::Terms { is_exact: true, cast: None };
     const SHAPE: Shape = Shape {
         ranks: 1,
         experts: 2,
@@ -523,7 +519,7 @@ mod tests {
     /// A rank that is its own peer. `garble` changes its memory between send and receive, as another process could.
     fn received(garble: impl FnOnce(&Rank)) -> MoeError {
         let told = &mut |bytes: &[u8]| Ok(vec![bytes.to_vec()]);
-        let mut rank = crate::join(&SHAPE, 0, Duration::from_millis(200), told).unwrap();
+        let mut rank = crate::join(&SHAPE, 0, TERMS, Duration::from_millis(200), told).unwrap();
         let sent = rank.send(&[7; 32], &[], &[0, 1], &[1.0, 1.0]).unwrap();
         garble(&rank);
         let place = |rank: &mut Rank, arrived: Arrived| {
@@ -559,11 +555,11 @@ mod tests {
     #[test]
     fn a_refusal_in_a_layout_that_always_has_room_is_nonsense() {
         let told = &mut |bytes: &[u8]| Ok(vec![bytes.to_vec()]);
-        let mut rank = crate::join(&SHAPE, 0, Duration::from_secs(20), told).unwrap();
+        let mut rank = crate::join(&SHAPE, 0, TERMS, Duration::from_secs(20), told).unwrap();
         let sent = rank.send(&[7; 16], &[], &[0], &[1.0]).unwrap();
         let arrived = rank.arrive(sent).unwrap();
         let mut handle = rank.place(arrived, &mut [0; 16], &mut []).unwrap();
-        rank.send_back(&mut handle, &[0; 16], Sum::Exact).unwrap();
+        rank.send_back(&mut handle, &[0; 16], Sum::Exact, None).unwrap();
         rank.own.set(rank.layout.pair_row(1, 0, 0).0, refusal(1, 5));
         let error = rank.gather(handle, &mut [0; 16]).unwrap_err();
         assert_eq!(error, MoeError::Nonsense { rank: 0, what: "a refusal" });

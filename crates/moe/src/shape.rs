@@ -113,25 +113,46 @@ impl Shape {
         expert / self.experts_a_rank()
     }
 
-    /// All sizes by name, for comparing those of two ranks.
-    pub(crate) fn fields(&self) -> [(&'static str, u64); 11] {
+    /// All sizes, for comparing those of two ranks.
+    pub(crate) fn fields(&self) -> [Field; 11] {
         let (layout, capacity) = match self.layout {
             RowLayout::Experts => (0, 0),
             RowLayout::Masked { capacity } => (1, capacity as u64),
             RowLayout::Tokens => (2, 0),
         };
         [
-            ("the number of ranks", self.ranks as u64),
-            ("experts", self.experts as u64),
-            ("top_k", self.top_k as u64),
-            ("max_tokens", self.max_tokens as u64),
-            ("row_bytes", self.row_bytes as u64),
-            ("scale_bytes", self.scale_bytes as u64),
-            ("hidden", self.hidden as u64),
-            ("the kind of number", self.number as u64),
-            ("alignment", self.alignment as u64),
-            ("the kind of layout", layout),
-            ("capacity", capacity),
+            Field::size("the number of ranks", self.ranks),
+            Field::size("experts", self.experts),
+            Field::size("top_k", self.top_k),
+            Field::size("max_tokens", self.max_tokens),
+            Field::size("row_bytes", self.row_bytes),
+            Field::size("scale_bytes", self.scale_bytes),
+            Field::size("hidden", self.hidden),
+            Field { name: "dtype", value: self.number as u64, words: &["bfloat16", "float16", "float32"] },
+            Field::size("alignment", self.alignment),
+            Field { name: "layout", value: layout, words: &["experts", "masked", "tokens"] },
+            Field { name: "capacity", value: capacity, words: &[] },
         ]
+    }
+}
+
+/// A value on which ranks have to agree, by the name that users give it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    pub(crate) value: u64,
+    /// Meanings of the numbers from 0 on; none for a size.
+    pub(crate) words: &'static [&'static str],
+}
+
+impl Field {
+    fn size(name: &'static str, value: usize) -> Field {
+        Field { name, value: value as u64, words: &[] }
+    }
+
+    /// How users write a value of it.
+    pub(crate) fn say(&self, value: u64) -> String {
+        let word = usize::try_from(value).ok().and_then(|value| self.words.get(value));
+        word.map_or_else(|| value.to_string(), |&word| word.into())
     }
 }

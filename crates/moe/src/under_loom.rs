@@ -134,7 +134,7 @@ const EXPERT: u8 = 0x40;
 
 fn send_back(rank: &mut Rank, handle: &mut Handle, number: u64, sum: Sum) {
     let made = token(1 - rank.rank, number) + EXPERT;
-    rank.send_back(handle, &[made; 16], sum).unwrap();
+    rank.send_back(handle, &[made; 16], sum, None).unwrap();
 }
 
 fn gather(rank: &mut Rank, handle: Handle, number: u64) {
@@ -217,7 +217,7 @@ fn refused(mut rank: Rank) {
         assert_eq!(received.unwrap_err(), over);
     } else {
         let (mut handle, _) = received.unwrap();
-        rank.send_back(&mut handle, &[0; 16], Sum::Exact).unwrap();
+        rank.send_back(&mut handle, &[0; 16], Sum::Exact, None).unwrap();
         assert_eq!(rank.gather(handle, &mut [0; 16]).unwrap_err(), over);
     }
     dispatch(&mut rank, 2);

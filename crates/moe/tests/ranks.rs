@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use half::bf16;
-use kvlane_moe::{Handle, MoeError, Number, Phase, Rank, RowLayout, Shape, Sum, join};
+use kvlane_moe::{Handle, MoeError, Number, Phase, Rank, RowLayout, Shape, Sum, Terms, join};
 use proptest::prelude::*;
 
 const POISON: u8 = 0xa5;
@@ -25,6 +25,8 @@ struct Board {
     all: Barrier,
 }
 
+const EXACT: Terms = Terms { is_exact: true, cast: None };
+
 fn joined(shape: Shape, timeout: Duration) -> Vec<Rank> {
     let board =
         Arc::new(Board { told: Mutex::new(vec![Vec::new(); shape.ranks]), all: Barrier::new(shape.ranks) });
@@ -32,7 +34,7 @@ fn joined(shape: Shape, timeout: Duration) -> Vec<Rank> {
         .map(|rank| {
             let board = Arc::clone(&board);
             std::thread::spawn(move || {
-                join(&shape, rank, timeout, &mut |bytes: &[u8]| {
+                join(&shape, rank, EXACT, timeout, &mut |bytes: &[u8]| {
                     board.told.lock().unwrap()[rank] = bytes.to_vec();
                     board.all.wait();
                     let told = board.told.lock().unwrap().clone();
@@ -219,15 +221,19 @@ fn there_and_back(rank: &mut Rank, number: usize, inputs: &[Input], sum: Sum) {
                 }
             }
             assert_eq!((ids, weights), (wanted_ids, wanted_weights));
-            let exact =
-                rank.send_back(&mut handle, &vec![0; pairs / shape.top_k * shape.sum_bytes()], Sum::Exact);
+            let exact = rank.send_back(
+                &mut handle,
+                &vec![0; pairs / shape.top_k * shape.sum_bytes()],
+                Sum::Exact,
+                None,
+            );
             assert!(exact.unwrap_err().to_string().contains("combine is reduced"));
         }
     }
     let outputs: Vec<u8> = (0..rows.len() / shape.row_bytes)
         .flat_map(|position| bytes_of(&expert_output(&shape, number, position, &rows)))
         .collect();
-    rank.send_back(&mut handle, &outputs, sum).unwrap();
+    rank.send_back(&mut handle, &outputs, sum, None).unwrap();
     let mut tokens = vec![POISON; input.ids.len() / shape.top_k * shape.sum_bytes()];
     let gathered = rank.gather(handle, &mut tokens);
     // The ranks that have no room for one of this rank's tokens.
@@ -333,7 +339,7 @@ fn ranks_run_one_after_the_other_in_one_thread() {
         for (rank, dispatch) in ranks.iter_mut().zip(dispatches) {
             let (mut handle, rows, ..) = received(rank, dispatch);
             let outputs = vec![0; rows.len()];
-            rank.send_back(&mut handle, &outputs, Sum::Reduced).unwrap();
+            rank.send_back(&mut handle, &outputs, Sum::Reduced, None).unwrap();
             handles.push(handle);
         }
         for (rank, handle) in ranks.iter_mut().zip(handles) {
@@ -355,9 +361,9 @@ fn two_dispatches_are_combined_in_any_order_and_a_third_has_to_wait() {
     let third = rank.send(&[], &[], &[], &[]).unwrap_err();
     assert!(third.to_string().contains("neither combined nor given up"), "{third}");
     for handle in [&mut second, &mut first] {
-        rank.send_back(handle, &bytes_of(&[bf16::from_f32(3.0); 8]), Sum::Exact).unwrap();
+        rank.send_back(handle, &bytes_of(&[bf16::from_f32(3.0); 8]), Sum::Exact, None).unwrap();
         // A second call changes nothing, also if it asks for another sum.
-        let twice = rank.send_back(handle, &bytes_of(&[bf16::ZERO; 8]), Sum::Reduced).unwrap_err();
+        let twice = rank.send_back(handle, &bytes_of(&[bf16::ZERO; 8]), Sum::Reduced, None).unwrap_err();
         assert!(twice.to_string().contains("combined before"), "{twice}");
     }
     for handle in [second, first] {
@@ -394,7 +400,7 @@ fn a_rank_without_room_fails_the_sums_that_need_it_and_the_next_dispatch_works()
             }
             let mut handle = handle.unwrap();
             let outputs = bytes_of(&vec![bf16::from_f32(3.0); rows.len() / 16 * 8]);
-            rank.send_back(&mut handle, &outputs, sum).unwrap();
+            rank.send_back(&mut handle, &outputs, sum, None).unwrap();
             handles.push((number, handle));
         }
         for (number, handle) in handles {
@@ -417,12 +423,41 @@ fn an_exact_sum_takes_the_weights_that_combine_is_given() {
     let rank = &mut ranks[0];
     let dispatch = sent(rank, &token(1));
     let (mut handle, ..) = received(rank, dispatch);
-    assert!(handle.reweigh(&[1.0]).unwrap_err().to_string().contains("1 weights, and 2 were dispatched"));
-    handle.reweigh(&[2.0, 0.0]).unwrap();
-    rank.send_back(&mut handle, &bytes_of(&[bf16::from_f32(3.0); 8]), Sum::Exact).unwrap();
+    let outputs = bytes_of(&[bf16::from_f32(3.0); 8]);
+    let few = rank.send_back(&mut handle, &outputs, Sum::Exact, Some(&[1.0])).unwrap_err();
+    assert!(few.to_string().contains("1 weights, and 2 were dispatched"));
+    rank.send_back(&mut handle, &outputs, Sum::Exact, Some(&[2.0, 0.0])).unwrap();
     let mut out = [0; 16];
     rank.gather(handle, &mut out).unwrap();
     assert_eq!(out, *bytes_of(&[bf16::from_f32(6.0); 8]));
+}
+
+/// A combine that another all-to-all refused left its weights behind, and the next one summed with them.
+#[test]
+fn a_combine_that_is_refused_changes_no_weights() {
+    let mut ranks = joined(small(1), Duration::from_secs(20));
+    let mut others = joined(small(1), Duration::from_secs(20));
+    let outputs = bytes_of(&[bf16::from_f32(3.0); 8]);
+    let sums = |ranks: &mut [Rank], refuse: &mut dyn FnMut(&mut Rank, &mut Handle)| {
+        let dispatch = sent(&mut ranks[0], &token(1));
+        let (mut handle, ..) = received(&mut ranks[0], dispatch);
+        refuse(&mut ranks[0], &mut handle);
+        ranks[0].send_back(&mut handle, &outputs, Sum::Exact, None).unwrap();
+        let mut out = [0; 16];
+        ranks[0].gather(handle, &mut out).unwrap();
+        out
+    };
+    let right = sums(&mut ranks, &mut |_, _| ());
+    let weights = Some([100.0; 2].as_slice());
+    let after_foreign = sums(&mut ranks, &mut |_, handle| {
+        let foreign = others[0].send_back(handle, &outputs, Sum::Exact, weights).unwrap_err();
+        assert!(foreign.to_string().contains("of another all-to-all"), "{foreign}");
+    });
+    let after_short = sums(&mut ranks, &mut |rank, handle| {
+        let short = rank.send_back(handle, &[], Sum::Exact, weights).unwrap_err();
+        assert!(short.to_string().contains("combine got 0 bytes"), "{short}");
+    });
+    assert_eq!((after_foreign, after_short), (right, right));
 }
 
 #[test]
@@ -477,7 +512,7 @@ fn a_rank_that_fails_because_of_another_names_it() {
     let _ = sent(&mut ranks[1], &token(0));
     let dispatch = sent(&mut ranks[2], &token(0));
     let (mut handle, ..) = received(&mut ranks[2], dispatch);
-    ranks[2].send_back(&mut handle, &[], Sum::Exact).unwrap();
+    ranks[2].send_back(&mut handle, &[], Sum::Exact, None).unwrap();
     let error = ranks[2].gather(handle, &mut [0; 16]).unwrap_err();
     assert_eq!(error, MoeError::PeerLeft { rank: 0, phase: Phase::Sums, because: Some(1) });
     assert!(
@@ -555,7 +590,7 @@ fn a_rank_that_runs_ahead_changes_nothing_for_a_slow_one() {
                     for (round, mut handle, rows) in open {
                         let sum = if round % 3 == 0 { Sum::Reduced } else { Sum::Exact };
                         nap(round, 2);
-                        rank.send_back(&mut handle, &outputs_of(&rows, &shape), sum).unwrap();
+                        rank.send_back(&mut handle, &outputs_of(&rows, &shape), sum, None).unwrap();
                         nap(round, 3);
                         let mut tokens = vec![0; 12 * shape.sum_bytes()];
                         rank.gather(handle, &mut tokens).unwrap();
@@ -591,7 +626,7 @@ fn a_token_without_experts_is_zeros_and_goes_nowhere() {
     let dispatch = rank.send(&[1; 16], &[], &[-1, -1], &[1.0, 1.0]).unwrap();
     let (mut handle, rows, ..) = received(rank, dispatch);
     assert!(rows.is_empty());
-    rank.send_back(&mut handle, &[], Sum::Exact).unwrap();
+    rank.send_back(&mut handle, &[], Sum::Exact, None).unwrap();
     let mut out = [POISON; 16];
     rank.gather(handle, &mut out).unwrap();
     assert_eq!(out, [0; 16]);

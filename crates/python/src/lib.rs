@@ -42,6 +42,7 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<gpu_memory::PyGpuMemory>()?;
     module.add("MoeFailure", module.py().get_type::<moe::MoeFailure>())?;
     module.add_function(wrap_pyfunction!(moe::moe_cast, module)?)?;
+    module.add_function(wrap_pyfunction!(moe::moe_decline, module)?)?;
     module.add_class::<moe::PyRank>()?;
     module.add_class::<moe::PyDispatch>()?;
     module.add_class::<moe_gpu::PyGpuRank>()?;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvlane_moe::{
-    AllGather, Arrived, Handle, MoeError, Number, Rank, RowLayout, Scales, Sent, Shape, Sum, cast_to_fp8,
-    join,
+    AllGather, Arrived, Handle, MoeError, Number, Rank, RowLayout, Scales, Sent, Shape, Sum, Terms,
+    cast_to_fp8, decline, join,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -49,8 +49,8 @@ impl PyRank {
     /// Joins the other ranks by `all_gather`, which gives all ranks' bytes to each.
     #[new]
     fn new(py: Python<'_>, rank: usize, ranks: usize, sizes: Sizes, all_gather: Py<PyAny>) -> PyResult<Self> {
-        let (shape, timeout) = (sizes.shape(ranks)?, sizes.timeout());
-        let mut joined = joined(py, &all_gather, |gather| join(&shape, rank, timeout, gather))?;
+        let (shape, terms, timeout) = (sizes.shape(ranks)?, sizes.terms()?, sizes.timeout());
+        let mut joined = joined(py, &all_gather, |gather| join(&shape, rank, terms, timeout, gather))?;
         let raised = Arc::new(Mutex::new(None));
         let closing = Arc::new(AtomicBool::new(false));
         let (noted, closes) = (Arc::clone(&raised), Arc::clone(&closing));
@@ -145,12 +145,8 @@ impl PyRank {
         // SAFETY: as in `send`.
         let (outputs, weights) = unsafe { (bytes_of(outputs), items_of::<f32>(weights)) };
         let sum = if is_reduced { Sum::Reduced } else { Sum::Exact };
-        let sent = self.with(py, |rank| {
-            if !weights.is_empty() {
-                handle.reweigh(weights)?;
-            }
-            rank.send_back(&mut handle, outputs, sum)
-        });
+        let weights = (!weights.is_empty()).then_some(weights);
+        let sent = self.with(py, |rank| rank.send_back(&mut handle, outputs, sum, weights));
         // If nothing was sent, it can be combined still.
         dispatch.put(State::Placed(handle));
         sent
@@ -235,8 +231,9 @@ pub(crate) struct Sizes {
     alignment: usize,
     layout: String,
     pub(crate) capacity: usize,
-    pub(crate) exact: bool,
+    exact: bool,
     timeout: f64,
+    cast: Option<String>,
 }
 
 impl Sizes {
@@ -255,10 +252,25 @@ impl Sizes {
         })
     }
 
+    /// In the layout of tokens the caller sums, so `exact` means nothing there.
+    pub(crate) fn terms(&self) -> PyResult<Terms> {
+        let cast = self.cast.as_deref().map(scales_of).transpose()?;
+        Ok(Terms { is_exact: self.exact && self.layout != "tokens", cast })
+    }
+
     /// The longest wait that the clock can tell is longer than anybody waits.
     pub(crate) fn timeout(&self) -> Duration {
         Duration::try_from_secs_f64(self.timeout).unwrap_or(Duration::MAX)
     }
+}
+
+/// Tells the other ranks, instead of joining them, why this one cannot. They would wait for it.
+#[pyfunction]
+pub(crate) fn moe_decline(py: Python<'_>, ranks: usize, why: &str, all_gather: Py<PyAny>) {
+    let mut gather = |bytes: &[u8]| {
+        Python::attach(|py| gather_by(py, &all_gather, bytes)).map_err(|error| error.to_string())
+    };
+    py.detach(|| decline(ranks, why, &mut gather));
 }
 
 /// Joins ranks by a function of Python's that gathers bytes. An exception of that function comes first: the ranks did not join

@@ -2,7 +2,7 @@
 
 use kvlane_gpu::StreamHandle;
 use kvlane_moe::gpu::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
-use kvlane_moe::{MoeError, RowLayout, Sum};
+use kvlane_moe::{MoeError, Sum};
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
@@ -39,10 +39,8 @@ impl PyGpuRank {
         all_gather: Py<PyAny>,
     ) -> PyResult<Self> {
         let shape = sizes.shape(ranks)?;
-        let (capacity, timeout) = (sizes.capacity, sizes.timeout());
-        // The sums of that layout are the caller's.
-        let is_exact = sizes.exact && shape.layout != RowLayout::Tokens;
-        let options = GpuOptions { capacity, is_exact, multiprocessors, timeout };
+        let (capacity, terms, timeout) = (sizes.capacity, sizes.terms()?, sizes.timeout());
+        let options = GpuOptions { capacity, terms, multiprocessors, timeout };
         let gpu = open_gpu(device)?;
         let joined = joined(py, &all_gather, |gather| join_on_gpu(&shape, rank, &gpu, &options, gather))?;
         let bytes = joined.bytes();

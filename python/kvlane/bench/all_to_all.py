@@ -18,7 +18,8 @@ from kvlane.bench.sizes import count
 
 NAME = "all-to-all"
 HELP = (
-    "dispatch and combine of a mixture of experts between processes, beside torch's gloo moving the same rows"
+    "dispatch and combine of a mixture of experts: on CPUs beside gloo moving the same rows, on GPUs beside NCCL, "
+    "DeepEP or a copy"
 )
 # Rounds before those that count: memory is touched for the first time.
 _WARM_UP = 3
@@ -76,9 +77,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and publish."""
     on_gpus = arguments.device == "cuda"
+    if arguments.top_k > arguments.experts:
+        raise SystemExit(f"a token names {arguments.top_k} of {arguments.experts} experts: lower --top-k")
+    if not on_gpus and (of_gpus := _flags_of_gpus(arguments)):
+        raise SystemExit(f"{', '.join(of_gpus)}: with --device cuda only")
     with report.CpuWatch() as watch:
         outcome = all_to_all_gpu.measure(arguments, NAME, _ids) if on_gpus else measure(arguments)
     return publish(arguments, outcome, watch)
+
+
+def _flags_of_gpus(arguments: argparse.Namespace) -> list[str]:
+    """Those that were given, and that ranks on CPUs would not heed."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    names = ("layout", "cast", "eager", "deepep", "num_sms")
+    given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
@@ -157,7 +171,9 @@ def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
 
     ranks, tokens, hidden, top_k = (settings[name] for name in ("ranks", "tokens", "hidden", "top_k"))
     source = numpy.random.default_rng(rank)
-    x = source.integers(0, 1 << 14, (tokens, hidden)).astype(numpy.uint16)
+    # The upper half of a float32 is a bfloat16. Random bits would be denormal numbers here and there, with which a CPU
+    # takes many times as long.
+    x = (source.standard_normal((tokens, hidden), numpy.float32).view(numpy.uint32) >> 16).astype(numpy.uint16)
     weights = numpy.full((tokens, top_k), 1 / top_k, numpy.float32)
     group = Group(rank, ranks, all_gather)
     try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvlane.bench import pictures
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome
 from kvlane.moe import AllToAll, Group
@@ -88,7 +89,7 @@ def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[
         f"of bfloat16 to combine, layout {arguments.layout}, {arguments.routing} routing, other ids in each round, "
         f"{'call by call' if arguments.eager else 'by CUDA graphs'}. torch {torch.__version__}."
     )
-    return Outcome(name, figures, {"us_by_round": found}, note)
+    return Outcome(name, figures, {"us_by_round": found}, note, pictures.of_the_slowest_rank)
 
 
 def _by_processes(settings: dict[str, Any]) -> dict[str, list[float]]:

@@ -6,13 +6,13 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvlane.bench import pictures, report
-from kvlane.bench.drawing import save
+from kvlane.bench.drawing import Picture, save
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Outcome:
     figures: Sequence[Figure]
     details: Mapping[str, Any]
     note: str
+    picture: Callable[[Mapping[str, Any]], Picture | None] = pictures.goals
+    """Of what is written; None: there is none."""
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +75,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWatch) -> int:
-    """Table to stdout, NAME.json and, if a figure has a goal, NAME.png to --out.
+    """Table to stdout, NAME.json and, if there is something to draw, NAME.png to --out.
 
     A missed goal is a result, not a failure: always 0.
     """
@@ -97,7 +99,7 @@ def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWa
     print(f"others used {watch.facts['other_cores']:.2f} cores meanwhile")
     written = [out / f"{outcome.name}.json"]
     # The same values as in the file, which has null for what was not measured.
-    if picture := pictures.goals(json.loads(written[0].read_text())):
+    if picture := outcome.picture(json.loads(written[0].read_text())):
         written.append(out / f"{outcome.name}.png")
         save(picture, written[-1])
     print(f"written: {', '.join(map(str, written))}")

@@ -36,6 +36,27 @@ def goals(result: Mapping[str, Any]) -> Picture | None:
     )
 
 
+def of_the_slowest_rank(result: Mapping[str, Any]) -> Picture:
+    """Medians of `kvlane bench all-to-all --device cuda`: each call, and what is beside it."""
+    end = ", p50 of the slowest rank"
+    bars = tuple(
+        Bar(
+            figure["what"].removesuffix(end),
+            finite(figure["value"]),
+            figure["text"],
+            AT_LEAST if figure["what"].startswith(("dispatch", "combine")) else AT_MOST,
+        )
+        for figure in result["figures"]
+        if figure["what"].endswith(end) and "again" not in figure["what"]
+    )
+    settings = result["settings"]
+    return Picture(
+        f"Dispatch and combine of {settings['tokens']} tokens a rank among {settings['ranks']} ranks",
+        f"Medians of the slowest rank: kvlane's calls, and what they are beside. {result['note']} {result['date']}.",
+        (Panel("us", bars),),
+    )
+
+
 def _share(figure: Mapping[str, Any], bound: str) -> Bar:
     value, goal = finite(figure["value"]), figure[bound]
     # At a goal of 0 there are no multiples: 0 reaches it, and anything else does not.

@@ -23,16 +23,16 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from kvlane.moe._arrays import item_bytes, kind_of
 from kvlane.moe._errors import CapacityExceeded, MoeError, NotJoined, RankLost, RankSilent
-from kvlane.moe._gpu import GpuEnd, room_of
-from kvlane.moe._group import Group
+from kvlane.moe._gpu import GpuEnd
+from kvlane.moe._group import Group, Joining
 from kvlane.moe._host import HostEnd
-from kvlane.moe._received import Received, Sent, Sizes, Stats
+from kvlane.moe._received import Received, Sent, Stats
+from kvlane.moe._sizes import sizes_of
 
 __all__ = [
     "AllToAll",
@@ -45,10 +45,6 @@ __all__ = [
     "Received",
     "Stats",
 ]
-
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_SCALE_BYTES = {"fp8": 4, "fp8_pow2": 4, "fp8_ue8m0": 1}
-_LAYOUTS = ("experts", "masked", "tokens")
 
 
 class AllToAll:
@@ -84,72 +80,47 @@ class AllToAll:
         for each 128 elements, `fp8_pow2` scales that are powers of two, `fp8_ue8m0` their exponents, four in an int32.
         It replaces `row_bytes` and `scale_bytes`. `scales_column_major`: scales, of 4 bytes each, come in columns.
         `layout`: how received rows stand, see `Received.rows`. `alignment`: each expert's rows begin at a multiple of
-        it, for `experts`. `capacity`: most rows of an expert, for `masked`; by default `max_tokens` of each rank, which
-        is enough unless a token names an expert twice. For the other layouts on a GPU: most rows of a dispatch, by
-        default as many as may come. `exact`: whether combine may be exact; without, a GPU needs less memory. `device`:
-        cpu, cuda or cuda:N, the same kind for all ranks. `num_sms`: most multiprocessors of a GPU that a call takes.
-        `timeout`: longest wait for a rank.
+        it, for `experts`. `capacity`: most rows of an expert, for `masked`; by default `max_tokens` of each rank. For
+        the other layouts on a GPU: most rows of a dispatch, by default as many as may come. Both defaults are enough
+        unless a token names an expert twice. `exact`: whether combine may be exact; without, a GPU needs less memory.
+        `device`: cpu, cuda or cuda:N, the same kind for all ranks. `num_sms`: most multiprocessors of a GPU that a call
+        takes. `timeout`: longest wait for a rank.
 
-        ValueError for sizes that cannot be; NotJoined if the ranks do not agree or do not find each other; OSError
-        without a GPU.
+        ValueError for arguments that cannot be; NotJoined if the ranks do not agree or do not find each other, and on
+        all others if one of them could not join; OSError without a GPU.
         """
         on_gpu = str(device) != "cpu"
-        if cast is not None:
-            if row_bytes is not None or scale_bytes or dtype != "bfloat16":
-                raise ValueError("a cast takes bfloat16, and says row_bytes and scale_bytes itself")
-            if cast not in _SCALE_BYTES:
-                raise ValueError(f"cast is fp8, fp8_pow2 or fp8_ue8m0, and not {cast!r}")
-            block = 128 * (4 // _SCALE_BYTES[cast])
-            if hidden % block:
-                raise ValueError(f"hidden is {hidden}, and has no whole blocks of {block} elements to scale")
-            row_bytes, scale_bytes = hidden, hidden // 128 * _SCALE_BYTES[cast]
-        if scales_column_major and (scale_bytes == 0 or scale_bytes % 4):
-            raise ValueError(f"scales by column have 4 bytes each, and a row has {scale_bytes} bytes of them")
-        if dtype not in _ITEM_BYTES:
-            raise ValueError(f"dtype is bfloat16, float16 or float32, and not {dtype!r}")
-        if layout not in _LAYOUTS:
-            raise ValueError(f"layout is experts, masked or tokens, and not {layout!r}")
-        if layout != "experts" and alignment != 1:
-            raise ValueError(f"alignment is for the layout experts, and the layout is {layout}")
-        if layout != "masked" and capacity is not None and not on_gpu:
-            raise ValueError(f"capacity is for the layout masked on CPUs, and the layout is {layout}")
-        if not on_gpu and num_sms is not None:
-            raise ValueError("num_sms is for GPUs, and the device is cpu")
-        if not timeout > 0:
-            raise ValueError(f"timeout has to be above 0, and not {timeout}")
-        sizes = {"experts": experts, "top_k": top_k, "max_tokens": max_tokens, "hidden": hidden}
-        sizes |= {"scale_bytes": scale_bytes, "alignment": alignment, "row_bytes": row_bytes or 0}
-        sizes |= {"capacity": capacity or 0, "num_sms": num_sms or 0}
-        for name, size in sizes.items():
-            if size < 0:
-                raise ValueError(f"{name} is {size}")
-        if layout == "masked" and capacity is None:
-            capacity = group.size * max_tokens
-        row_bytes = hidden * _ITEM_BYTES[dtype] if row_bytes is None else row_bytes
+        joining = Joining(group)
         self._turn = threading.RLock()
-        self._sizes = Sizes(
-            experts,
-            top_k,
-            max_tokens,
-            hidden,
-            dtype,
-            row_bytes,
-            scale_bytes,
-            alignment,
-            layout,
-            capacity or 0,
-            exact,
-            timeout,
-            cast,
-            scales_column_major,
-        )
         self._end: HostEnd | GpuEnd
-        if on_gpu:
-            if capacity is None:
-                self._sizes = replace(self._sizes, capacity=room_of(group, self._sizes))
-            self._end = GpuEnd(group, self._sizes, str(device), num_sms)
-        else:
-            self._end = HostEnd(group, self._sizes)
+        try:
+            self._sizes = sizes_of(
+                group.size,
+                on_gpu,
+                experts=experts,
+                top_k=top_k,
+                max_tokens=max_tokens,
+                hidden=hidden,
+                dtype=dtype,
+                row_bytes=row_bytes,
+                scale_bytes=scale_bytes,
+                cast=cast,
+                scales_column_major=scales_column_major,
+                alignment=alignment,
+                layout=layout,
+                capacity=capacity,
+                exact=exact,
+                timeout=timeout,
+            )
+            if on_gpu:
+                self._end = GpuEnd(joining, self._sizes, str(device), num_sms)
+            elif num_sms is not None:
+                raise ValueError("num_sms is for GPUs, and the device is cpu")
+            else:
+                self._end = HostEnd(joining, self._sizes)
+        except Exception as error:
+            joining.decline(error)
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +133,8 @@ class AllToAll:
 
         `x` is [T, ...] with `row_bytes` a row, or [T, hidden] of bfloat16 for a cast; `ids` [T, top_k] of integers, -1
         for none; `weights` [T, top_k] of float32, or None if `combine` gets them or nobody needs them. An earlier
-        result has to be combined or given up before the second dispatch after it.
+        result has to be combined or given up before the second dispatch after it, and before a CUDA graph is replayed
+        that dispatches: each replay takes the place of the dispatch that was captured.
 
         ValueError for wrong arguments, with nothing sent. CapacityExceeded if an expert of this rank got too many rows.
         RankLost, RankSilent or MoeError for the rest. On a GPU these come with a later call, or `check`, and are for
@@ -216,7 +188,7 @@ class AllToAll:
     def _checked(self, x: Any, ids: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any, Any]:
         """The arguments of a dispatch as arrays of the device."""
         x = self._end.as_array(x, "x")
-        ids = self._end.as_ids(ids)
+        ids = self._end.as_ids(ids, x)
         tokens = x.shape[0] if x.ndim else 0
         self._check_pairs("ids", ids, tokens)
         weights = None if weights is None else self._weights(weights, tokens)
@@ -252,6 +224,10 @@ class AllToAll:
     ) -> tuple[Any, Received, bool, Any]:
         """The arguments of a combine, as arrays of the device."""
         sizes = self._sizes
+        if not isinstance(received, Received):
+            raise ValueError(
+                f"received is a {type(received).__name__}, and has to be what a dispatch returned"
+            )
         if not isinstance(received._dispatch, self._end.dispatch_type):
             raise ValueError("this dispatch is of another all-to-all")
         y = self._end.as_array(y, "y")

@@ -66,6 +66,17 @@ def as_int64(ids: Any) -> Any:
     return ids.astype("int64", copy=False)
 
 
+def as_library_of(like: Any, array: Any) -> Any:
+    """The same memory as a tensor of torch or an array of numpy, whichever `like` is."""
+    if is_torch(like) == is_torch(array):
+        return array
+    if is_torch(array):
+        return array.numpy()
+    import torch
+
+    return torch.from_numpy(array)
+
+
 def empty_like(like: Any, shape: tuple[int, ...]) -> Any:
     if is_torch(like):
         return like.new_empty(shape)

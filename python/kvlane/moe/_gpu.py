@@ -10,20 +10,11 @@ from typing import Any
 from kvlane import _core
 from kvlane.moe._arrays import by_column, cast_like, kind_of
 from kvlane.moe._errors import NotJoined, errors_of_core
-from kvlane.moe._group import Group, Noted
-from kvlane.moe._received import Received, Sent, Sizes
+from kvlane.moe._group import Joining
+from kvlane.moe._received import Received, Sent
+from kvlane.moe._sizes import Sizes
 
-_ID_BYTES = {"int32": 4, "uint32": 4, "int64": 8}
-
-
-def room_of(group: Group, sizes: Sizes) -> int:
-    """Rows that may come at most, which a dispatch has room for unless the caller says otherwise."""
-    if sizes.layout == "tokens":
-        return group.size * sizes.max_tokens
-    held = -(-sizes.experts // group.size)
-    pairs = group.size * sizes.max_tokens * min(sizes.top_k, held)
-    # Padding behind each expert.
-    return pairs + held * (sizes.alignment - 1)
+_ID_BYTES = {"int32": 4, "int64": 8}
 
 
 class GpuEnd:
@@ -31,29 +22,33 @@ class GpuEnd:
 
     dispatch_type = _core.MoeGpuDispatch
 
-    def __init__(self, group: Group, sizes: Sizes, device: str, num_sms: int | None) -> None:
+    def __init__(self, joining: Joining, sizes: Sizes, device: str, num_sms: int | None) -> None:
+        index = _index_of(device)
+        if num_sms is not None and num_sms < 1:
+            raise ValueError(f"num_sms is {num_sms}, and has to be at least 1")
         import torch
 
         self._sizes = sizes
-        self._device = self._device_named(torch, device)
+        self._device = self._torch_device(index)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError("an all-to-all cannot be made while a graph is captured: make it before")
-        self._held = len(range(*_experts_of(group, sizes)))
-        noted = Noted(group)
+        self._held = len(range(*_experts_of(joining, sizes)))
         try:
             self._rank = _core.MoeGpuRank(
-                self._device.index or 0, group.rank, group.size, sizes, num_sms, noted.all_gather
+                self._device.index or 0, joining.rank, joining.size, sizes, num_sms, joining.all_gather
             )
         except _core.MoeFailure as error:
-            noted.raise_what_was_raised()
+            joining.raise_what_was_raised()
             raise NotJoined(error.args[1]) from None
 
     @staticmethod
-    def _device_named(torch: Any, device: str) -> Any:
-        found = torch.device(device)
-        if found.type != "cuda":
-            raise ValueError(f"device is cpu, cuda or cuda:N, and not {device!r}")
-        return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+    def _torch_device(index: int | None) -> Any:
+        import torch
+
+        if index is None:
+            # Without a GPU the core says so.
+            index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        return torch.device("cuda", index)
 
     def _stream(self) -> int:
         import torch
@@ -88,7 +83,8 @@ class GpuEnd:
             raise ValueError(f"{label} is not contiguous")
         return value
 
-    def as_ids(self, value: Any) -> Any:
+    def as_ids(self, value: Any, x: Any) -> Any:
+        """As the kernels read them: signed, of 4 or 8 bytes."""
         ids = self.as_array(value, "ids", copy=True)
         kind = kind_of(ids)
         if not kind.startswith(("int", "uint")) or kind == "uint64":
@@ -227,10 +223,19 @@ class _Room:
             tokens,
             has_weights,
             self._starts if self._layout == "tokens" else None,
+            True,
         )
 
 
-def _experts_of(group: Group, sizes: Sizes) -> tuple[int, int]:
+def _index_of(device: str) -> int | None:
+    """The number of a GPU; None: torch's current one."""
+    kind, colon, index = device.partition(":")
+    if kind != "cuda" or bool(colon) != index.isdecimal():
+        raise ValueError(f"device is cpu, cuda or cuda:N, and not {device!r}")
+    return int(index) if index else None
+
+
+def _experts_of(group: Joining, sizes: Sizes) -> tuple[int, int]:
     """The experts of this rank: the first one, and the end."""
     each = -(-sizes.experts // group.size)
     return min(group.rank * each, sizes.experts), min((group.rank + 1) * each, sizes.experts)

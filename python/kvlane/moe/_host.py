@@ -9,6 +9,7 @@ from kvlane import _core
 from kvlane.moe._arrays import (
     as_array,
     as_int64,
+    as_library_of,
     by_column,
     cast_like,
     empty_like,
@@ -17,8 +18,9 @@ from kvlane.moe._arrays import (
     zeros_like,
 )
 from kvlane.moe._errors import NotJoined, errors_of_core
-from kvlane.moe._group import Group, Noted
-from kvlane.moe._received import Received, Sent, Sizes
+from kvlane.moe._group import Joining
+from kvlane.moe._received import Received, Sent
+from kvlane.moe._sizes import Sizes
 
 _NONE = (0, 0)
 
@@ -28,13 +30,12 @@ class HostEnd:
 
     dispatch_type = _core.MoeDispatch
 
-    def __init__(self, group: Group, sizes: Sizes) -> None:
+    def __init__(self, joining: Joining, sizes: Sizes) -> None:
         self._sizes = sizes
-        noted = Noted(group)
         try:
-            self._rank = _core.MoeRank(group.rank, group.size, sizes, noted.all_gather)
+            self._rank = _core.MoeRank(joining.rank, joining.size, sizes, joining.all_gather)
         except _core.MoeFailure as error:
-            noted.raise_what_was_raised()
+            joining.raise_what_was_raised()
             raise NotJoined(error.args[1]) from None
 
     def nbytes(self) -> int:
@@ -43,8 +44,9 @@ class HostEnd:
     def as_array(self, value: Any, label: str, copy: bool = False) -> Any:
         return as_array(value, label, copy)
 
-    def as_ids(self, value: Any) -> Any:
-        return as_int64(as_array(value, "ids", copy=True))
+    def as_ids(self, value: Any, x: Any) -> Any:
+        """Of the library that `x` is of: results are like both."""
+        return as_library_of(x, as_int64(as_array(value, "ids", copy=True)))
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
         return empty_like(like, shape)

@@ -1,29 +1,9 @@
-"""What dispatch gives, and the sizes by which all ranks call each other."""
+"""What calls give."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The arguments of an all-to-all that all ranks share."""
-
-    experts: int
-    top_k: int
-    max_tokens: int
-    hidden: int
-    dtype: str
-    row_bytes: int
-    scale_bytes: int
-    alignment: int
-    layout: str
-    capacity: int
-    exact: bool
-    timeout: float
-    cast: str | None
-    scales_column_major: bool
 
 
 class Stats(NamedTuple):
@@ -65,6 +45,8 @@ class Received:
     _has_weights: bool
     _came: Any = None
     """On a GPU, [1] int32: rows that came, in the layout `tokens`."""
+    _has_room: bool = False
+    """On a GPU: there may be room for more rows than came."""
 
     def give_up(self) -> None:
         """Does not combine it: the second dispatch after it may begin. The rows stay."""
@@ -72,6 +54,8 @@ class Received:
 
     def trimmed(self) -> Received:
         """The same with as many rows as came, for which it waits on a GPU. Elsewhere it has no more."""
+        if not self._has_room:
+            return self
         if self._came is not None:
             end = int(self._came)
         elif self.starts is not None and len(self.starts):

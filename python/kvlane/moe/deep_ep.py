@@ -79,9 +79,10 @@ class Config:
 
 
 class _Channel:
-    """The all-to-all of one size."""
+    """The all-to-all of one size, of a `Buffer`."""
 
-    def __init__(self, ranks: AllToAll, max_tokens: int) -> None:
+    def __init__(self, owner: Buffer, ranks: AllToAll, max_tokens: int) -> None:
+        self.owner = owner
         self.ranks = ranks
         self.max_tokens = max_tokens
         self.dispatches = 0
@@ -196,6 +197,7 @@ class Buffer:
         self._channels: dict[tuple[Any, ...], _Channel] = {}
         self._due: list[_Rest] = []
         self._turn = threading.RLock()
+        self._is_destroyed = False
 
     # Settings and questions beside the calls.
 
@@ -247,6 +249,7 @@ class Buffer:
     def destroy(self) -> None:
         """Takes no part any more."""
         with self._turn:
+            self._is_destroyed = True
             self._due.clear()
             for channel in self._channels.values():
                 channel.ranks.close()
@@ -287,7 +290,7 @@ class Buffer:
         cast = ("fp8_ue8m0" if use_ue8m0 else "fp8_pow2" if round_scale else "fp8") if use_fp8 else None
         most, held = self.group_size * num_max_dispatch_tokens_per_rank, self._held(num_experts)
         with self._turn:
-            self._finish()
+            self._begin()
             channel = self._channel(
                 "low latency", x, None, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, hidden, cast
             )
@@ -364,10 +367,12 @@ class Buffer:
         """Tokens for each rank; None; tokens for each expert, also int32; [T, ranks], whether a token goes there; an
         event."""
         held = self._held(num_experts)
-        rank = torch.where(topk_idx < 0, self.group_size, topk_idx.div(held, rounding_mode="floor")).long()
+        # Ids that are no experts are in no rank here, and dispatch tells of them.
+        known = (topk_idx >= 0) & (topk_idx < num_experts)
+        rank = torch.where(known, topk_idx.div(held, rounding_mode="floor"), self.group_size).long()
         is_in_rank = topk_idx.new_zeros((topk_idx.shape[0], self.group_size + 1), dtype=torch.bool)
         is_in_rank = is_in_rank.scatter_(1, rank, True)[:, : self.group_size].contiguous()
-        of_experts = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
+        of_experts = torch.bincount(topk_idx[known], minlength=num_experts).int()
         return is_in_rank.sum(0, dtype=torch.int32), None, of_experts, is_in_rank, EventOverlap()
 
     def dispatch(
@@ -402,7 +407,7 @@ class Buffer:
         rows, scales = x if isinstance(x, tuple) else (x, None)
         rows, scales = rows.contiguous(), None if scales is None else scales.contiguous()
         with self._turn:
-            self._finish()
+            self._begin()
             most = torch.tensor([rows.shape[0]], dtype=torch.int64, device="cpu")
             dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
             num_experts = num_tokens_per_expert.numel()
@@ -507,10 +512,12 @@ class Buffer:
         )
         if found is not None:
             found.replace()
-        self._channels[key] = _Channel(ranks, tokens)
+        self._channels[key] = _Channel(self, ranks, tokens)
         return self._channels[key]
 
     def _received(self, handle: _Handle, is_low_latency: bool) -> Received:
+        if not isinstance(handle, _Handle) or handle.channel.owner is not self:
+            raise ValueError("handle has to be what a dispatch of this Buffer returned")
         if handle.is_low_latency != is_low_latency:
             raise ValueError(
                 "a low-latency dispatch has a low-latency combine, and a normal one a normal combine"
@@ -539,8 +546,10 @@ class Buffer:
         self._due.append(rest)
         return hook
 
-    def _finish(self) -> None:
+    def _begin(self) -> None:
         """Runs what is left of earlier calls: an all-to-all receives a dispatch before it sends the next one."""
+        if self._is_destroyed:
+            raise ValueError("this Buffer was destroyed: make another one")
         due, self._due = self._due, []
         for rest in due:
             rest.run()

@@ -19,9 +19,9 @@ use super::reach::{Reached, reach_all, sharing, tell};
 use super::schedule::{self, Schedule};
 use super::scratch::sections;
 use super::watch::Watch;
-use crate::join::{Kind, Part, meet_all};
+use crate::join::{Kind, Met, Part, meet_all};
 use crate::layout::{COUNTS, Layout};
-use crate::{AllGather, MoeError, Number, RowLayout, SCALED, Scales, Shape, Stats, Sum};
+use crate::{AllGather, MoeError, Number, RowLayout, SCALED, Scales, Shape, Stats, Sum, Terms};
 
 /// Dispatches that may wait to be combined.
 const OPEN: usize = 2;
@@ -35,8 +35,8 @@ const LONGEST: Duration = Duration::from_secs(1 << 30);
 pub struct GpuOptions {
     /// Rows of the largest output of a dispatch. In a masked layout the shape says that.
     pub capacity: usize,
-    /// Whether combine may be exact. Without it each rank takes less memory.
-    pub is_exact: bool,
+    /// Without exact sums each rank takes less memory.
+    pub terms: Terms,
     /// Most multiprocessors that a launch takes; None: all, or this rank's share if several ranks are on the GPU.
     pub multiprocessors: Option<u32>,
     /// Longest wait of a kernel for a rank.
@@ -178,21 +178,19 @@ pub fn join_on_gpu(
 ) -> Result<GpuRank, MoeError> {
     let part = |layout: &Layout| {
         check(shape)?;
-        let bytes = layout.gpu_bytes(options.is_exact) as u64;
+        let bytes = layout.gpu_bytes(options.terms.is_exact) as u64;
         let memory = Arc::new(gpu.alloc(bytes).map_err(MoeError::of_gpu)?);
         zero(gpu, &memory).map_err(MoeError::of_gpu)?;
         let told = tell(gpu, &memory).map_err(MoeError::of_gpu)?;
         Ok(Part { bytes: 4096, told, kept: memory })
     };
-    let kind = Kind::Gpu { is_exact: options.is_exact };
-    let attach = |memory: Arc<DeviceMemory>, peers: &crate::heap::Peers| {
-        let reached = reach_all(gpu, peers, memory.bytes())?;
-        Ok((memory, reached, sharing(gpu, peers)))
+    let make = |Met { layout, heap, peers, kept: memory }: Met<Arc<DeviceMemory>>| {
+        let reached = reach_all(gpu, &peers, memory.bytes()).map_err(MoeError::NotJoined)?;
+        let sharing = sharing(gpu, &peers);
+        let watch = Watch::start(gpu, heap, peers, options.timeout, shape, options.capacity)?;
+        GpuRank::new(shape, rank, gpu, options, &layout, watch, reached, memory, sharing)
     };
-    let met = meet_all(shape, rank, kind, all_gather, part, attach)?;
-    let (memory, reached, sharing) = met.with;
-    let watch = Watch::start(gpu, met.heap, met.peers, options.timeout, shape, options.capacity)?;
-    GpuRank::new(shape, rank, gpu, options, &met.layout, watch, reached, memory, sharing)
+    meet_all(shape, rank, Kind::Gpu, options.terms, all_gather, part, make)
 }
 
 /// Sizes that kernels can hold.
@@ -296,7 +294,7 @@ impl GpuRank {
             others_inverse: inverse((shape.ranks - 1).max(1)),
             words_inverse: inverse(shape.experts_a_rank() + 1),
             timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
-            offsets: offsets(layout, options.is_exact),
+            offsets: offsets(layout, options.terms.is_exact),
             own,
             ..Parameters::default()
         };
@@ -529,7 +527,7 @@ impl GpuRank {
                 "in the layout of tokens the caller has added the rows of experts: combine is reduced",
             );
         }
-        if sum == Sum::Exact && !self.options.is_exact {
+        if sum == Sum::Exact && !self.options.terms.is_exact {
             return bad("this all-to-all was made for reduced sums alone");
         }
         if !(outputs | tokens).is_multiple_of(UNIT) {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvlane_moe::gpu::{Input, Output, Phases, join_on_gpu};
 use kvlane_moe::{MoeError, Phase, RowLayout, Shape, Sum, join};
 
-use crate::host::{Given, Got, Host, OnGpu, POISON, expected, join_all, options, random_given, small};
+use crate::host::{EXACT, Given, Got, Host, OnGpu, POISON, expected, join_all, options, random_given, small};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -237,16 +237,24 @@ fn ranks_that_differ_are_told_in_what() {
     let shape = small(2);
     let why = |rank: usize, joined: Vec<Result<(), MoeError>>| joined[rank].clone().unwrap_err().to_string();
     let mixed = join_all(2, |rank, all_gather| match rank {
-        0 => join(&shape, 0, PATIENCE, all_gather).map(drop),
+        0 => join(&shape, 0, EXACT, PATIENCE, all_gather).map(drop),
         _ => join_on_gpu(&shape, 1, &host.gpu(0), &options(&shape, true, PATIENCE), all_gather).map(drop),
     });
-    assert!(why(0, mixed).contains("memory is the host's here and a GPU's at rank 1"));
+    assert!(why(0, mixed).contains("device is cpu here and cuda at rank 1"));
     let exact = join_all(2, |rank, all_gather| {
         let mut options = options(&shape, true, PATIENCE);
-        options.is_exact = rank == 0;
+        options.terms.is_exact = rank == 0;
         join_on_gpu(&shape, rank, &host.gpu(0), &options, all_gather).map(drop)
     });
-    assert!(why(1, exact).contains("for reduced sums alone here and a GPU's at rank 0"));
+    assert!(why(1, exact).contains("exact is False here and True at rank 0"));
+    // One rank fails once all have met.
+    let none = join_all(2, |rank, all_gather| {
+        let mut options = options(&shape, true, PATIENCE);
+        options.multiprocessors = (rank == 1).then_some(0);
+        join_on_gpu(&shape, rank, &host.gpu(0), &options, all_gather).map(drop)
+    });
+    assert!(why(0, none.clone()).contains("rank 1: kvlane_moe_dispatch gets no multiprocessor"));
+    assert!(why(1, none).contains("kvlane_moe_dispatch gets no multiprocessor"));
     let large = join_all(1, |rank, all_gather| {
         let shape = Shape { max_tokens: 1 << 15, ..small(1) };
         join_on_gpu(&shape, rank, &host.gpu(0), &options(&shape, true, PATIENCE), all_gather).map(drop)

@@ -6,7 +6,9 @@ use std::time::Duration;
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{DeviceMemory, Driver, Gpu, Priority, Stream};
 use kvlane_moe::gpu::{Cast, Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
-use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, SCALED, Scales, Shape, Stats, Sum, join};
+use kvlane_moe::{
+    AllGather, MoeError, Number, Rank, RowLayout, SCALED, Scales, Shape, Stats, Sum, Terms, join,
+};
 
 pub(crate) const POISON: u8 = 0xa5;
 
@@ -124,6 +126,9 @@ impl Host {
     }
 }
 
+/// Ranks agree on these here.
+pub(crate) const EXACT: Terms = Terms { is_exact: true, cast: None };
+
 pub(crate) fn options(shape: &Shape, is_wide: bool, timeout: Duration) -> GpuOptions {
     let padding = shape.experts_a_rank() * (shape.alignment - 1);
     let capacity = match shape.layout {
@@ -131,7 +136,7 @@ pub(crate) fn options(shape: &Shape, is_wide: bool, timeout: Duration) -> GpuOpt
         RowLayout::Masked { capacity } => shape.experts_a_rank() * capacity,
         RowLayout::Tokens => shape.ranks * shape.max_tokens,
     };
-    GpuOptions { capacity, is_exact: true, multiprocessors: (!is_wide).then_some(1), timeout }
+    GpuOptions { capacity, terms: EXACT, multiprocessors: (!is_wide).then_some(1), timeout }
 }
 
 pub(crate) fn small(ranks: usize) -> Shape {
@@ -451,7 +456,7 @@ pub(crate) fn expected_stats(shape: &Shape, rounds: &[(Sum, Vec<Given>)]) -> Vec
 
 fn on_host(shape: &Shape, rounds: &[(Sum, Vec<Given>)]) -> Vec<(Vec<Got>, Stats)> {
     let patience = Duration::from_secs(60);
-    let ranks = join_all(shape.ranks, |rank, all_gather| join(shape, rank, patience, all_gather));
+    let ranks = join_all(shape.ranks, |rank, all_gather| join(shape, rank, EXACT, patience, all_gather));
     std::thread::scope(|scope| {
         let threads: Vec<_> = ranks
             .into_iter()
@@ -479,7 +484,7 @@ fn one_on_host(rank: &mut Rank, number: usize, given: &Given, sum: Sum) -> Got {
     let mut rows = vec![POISON; arrived.arrivals.rows * shape.row_bytes];
     let mut scales = vec![POISON; arrived.arrivals.rows * shape.scale_bytes];
     let mut handle = rank.place(arrived, &mut rows, &mut scales).unwrap();
-    rank.send_back(&mut handle, &outputs_of(&shape, number, &rows), sum).unwrap();
+    rank.send_back(&mut handle, &outputs_of(&shape, number, &rows), sum, None).unwrap();
     let mut tokens = vec![POISON; given.ids.len() / shape.top_k * shape.sum_bytes()];
     let pairs =
         if shape.layout == RowLayout::Tokens { rows.len() / shape.row_bytes * shape.top_k } else { 0 };
