@@ -78,6 +78,9 @@ def committed() -> Iterator[Redrawn]:
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
+    result = gpu / "2026-11-30-cpu-all-to-all.json"
+    if (picture := pictures.goals(_read(result))) is not None:
+        yield _bars(result.with_suffix(".png"), result, picture)
     for name in (
         "2026-11-29-two-h200-all-to-all/experts-4096",
         "2026-11-30-two-h200-all-to-all/experts-128-deepep",

@@ -251,6 +251,7 @@ def test_wrong_arguments_are_refused_and_the_next_call_works(given: dict[str, An
 
 
 def test_a_result_is_combined_once_with_rows_of_its_size() -> None:
+    nothing: Any = None
     with alone() as one, alone() as other:
         got = one.dispatch(**arrays())
         with pytest.raises(ValueError, match=r"y is \[1, 8\] of float32, and has to be \[2, 8\]"):
@@ -268,7 +269,7 @@ def test_a_result_is_combined_once_with_rows_of_its_size() -> None:
             one.combine(theirs.rows, theirs, weights=np.full((1, 2), 9, np.float32))
         assert other.combine(theirs.rows, theirs).tolist() == [[2.0] * 8]
         with pytest.raises(ValueError, match="received is a NoneType"):
-            one.combine(got.rows, None)
+            one.combine(got.rows, nothing)
 
 
 def test_rows_of_a_host_have_no_room_to_cut() -> None:

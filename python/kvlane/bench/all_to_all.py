@@ -173,7 +173,9 @@ def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
     source = numpy.random.default_rng(rank)
     # The upper half of a float32 is a bfloat16. Random bits would be denormal numbers here and there, with which a CPU
     # takes many times as long.
-    x = (source.standard_normal((tokens, hidden), numpy.float32).view(numpy.uint32) >> 16).astype(numpy.uint16)
+    x = (source.standard_normal((tokens, hidden), numpy.float32).view(numpy.uint32) >> 16).astype(
+        numpy.uint16
+    )
     weights = numpy.full((tokens, top_k), 1 / top_k, numpy.float32)
     group = Group(rank, ranks, all_gather)
     try:
