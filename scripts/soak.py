@@ -114,6 +114,10 @@ PARTS = {
         _make("python", "RELEASE=1", "ARGS=tests/daemon/test_cluster_hosts.py -m soak -s"),
         ROUNDS,
     ),
+    "all-to-all": Part(
+        "64 ranks of kvlane.moe beside the oracle, 1,000 all-to-alls that are made and closed",
+        _make("python", "ARGS=tests/moe -m soak"),
+    ),
     "engines": Part(
         "all tests of vLLM, newest and oldest; kvlane as users get it",
         _make("engines", "data-parallel", "oldest", "RELEASE=1", "OLDEST=all"),

@@ -157,7 +157,7 @@ ONE_AT_A_TIME = ("--interleave", "1")
 
 
 @needs_newest
-@pytest.mark.alone
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_blocks_come_back_to_all_ranks(tmp_path: Path, store: DaemonStore) -> None:
     """Each rank's part of each block counts: without that of the second one, or with the two exchanged, the answers are

@@ -40,6 +40,7 @@ class Ranks:
     arguments: tuple[Any, ...] = ()
     results: dict[int, Any] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
+    patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -74,10 +75,10 @@ class Ranks:
         return self.results
 
     def _serve(self, is_over: Any) -> None:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + self.patience_s
         while not is_over():
             ready = wait(list(self._pipes.values()), timeout=max(0.0, end - time.monotonic()))
-            assert ready, f"nothing for {PATIENCE_S} s; events {self.events}, results {self.results}"
+            assert ready, f"nothing for {self.patience_s} s; events {self.events}, results {self.results}"
             for rank, pipe in list(self._pipes.items()):
                 if pipe in ready:
                     self._heard(rank, pipe)

@@ -110,6 +110,24 @@ def test_joining_and_leaving_leaks_nothing() -> None:
     assert run(2, "join_and_leave", Sizes(ranks=2, experts=4, top_k=2, hidden=8), 40) == [(0, 0)] * 2
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_64_ranks_have_the_rows_and_sums_of_the_oracle() -> None:
+    sizes = Sizes(ranks=64, experts=150, top_k=5, hidden=32, dtype="bfloat16", max_tokens=6)
+    with Ranks(64, "there_and_back", (sizes, 5), patience_s=600) as ranks:
+        compared = ranks.done()
+    assert all(isinstance(each, int) for each in compared.values()), compared
+    assert sum(compared.values()) > 500
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_1000_times_of_joining_and_leaving_leak_nothing() -> None:
+    sizes = Sizes(ranks=2, experts=4, top_k=2, hidden=8)
+    with Ranks(2, "join_and_leave", (sizes, 1000), patience_s=600) as ranks:
+        assert ranks.done() == {0: (0, 0), 1: (0, 0)}
+
+
 def test_a_rank_that_waits_can_be_interrupted() -> None:
     with Ranks(2, "interrupted", (Sizes(ranks=2, experts=4, top_k=2, hidden=8),)) as ranks:
         what, took = ranks.done(1)[0]
@@ -165,7 +183,8 @@ def test_one_rank_with_sizes_that_cannot_be_ends_it_for_all() -> None:
         ({"device": "tpu"}, "ValueError", "rank 1 cannot: device is cpu, cuda or cuda:N, and not 'tpu'"),
         ({"cast": "fp8"}, "ValueError", "rank 1 cannot: hidden is 16, and has no whole blocks"),
         ({"exact": False}, "NotJoined", "exact is True here and False at rank 1"),
-        ({"dtype": "float16"}, "NotJoined", "dtype is bfloat16 here and float16 at rank 1"),
+        ({"dtype": "float32"}, "NotJoined", "dtype is bfloat16 here and float32 at rank 1"),
+        ({"hidden": 24}, "NotJoined", "hidden is 16 here and 24 at rank 1"),
     ],
 )
 def test_an_argument_of_one_rank_ends_it_for_all(more: dict[str, Any], kind: str, why: str) -> None:

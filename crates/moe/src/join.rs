@@ -102,7 +102,7 @@ pub(crate) enum Kind {
     Gpu,
 }
 
-/// On what else than the shape all ranks agree.
+/// All ranks agree on these, beside the shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Terms {
     /// Whether a combine may be exact. On a GPU there is memory for it.
@@ -244,22 +244,22 @@ fn fields(shape: &Shape, kind: Kind, terms: Terms) -> [Field; FIELDS] {
     };
     let [ranks, experts, top_k, tokens, row, scale, hidden, dtype, alignment, layout, capacity] =
         shape.fields();
+    // First those from which others follow: the first that differs is told.
     [
-        // Before the sizes: those of a GPU may follow from it.
         Field { name: "device", value: u64::from(kind == Kind::Gpu), words: &["cpu", "cuda"] },
+        dtype,
+        layout,
+        Field { name: "exact", value: terms.is_exact.into(), words: &["False", "True"] },
+        Field { name: "cast", value: cast, words: &["None", "fp8", "fp8_pow2", "fp8_ue8m0"] },
         ranks,
         experts,
         top_k,
         tokens,
+        hidden,
         row,
         scale,
-        hidden,
-        dtype,
         alignment,
-        layout,
         capacity,
-        Field { name: "exact", value: terms.is_exact.into(), words: &["False", "True"] },
-        Field { name: "cast", value: cast, words: &["None", "fp8", "fp8_pow2", "fp8_ue8m0"] },
     ]
 }
 
@@ -465,8 +465,8 @@ mod tests {
             agreed(&fields_here(), &hello(0), &[hello(0).encode(), other.encode()])
         };
         assert_eq!(agree(&|_| ()).unwrap(), [hello(0), hello(1)]);
-        assert_eq!(agree(&|other| other.fields[3] = 8).unwrap_err(), "top_k is 2 here and 8 at rank 1");
         for (name, value, sentence) in [
+            ("top_k", 8, "top_k is 2 here and 8 at rank 1"),
             ("device", 1, "device is cpu here and cuda at rank 1"),
             ("dtype", 2, "dtype is bfloat16 here and float32 at rank 1"),
             ("layout", 1, "layout is experts here and masked at rank 1"),
