@@ -10,23 +10,34 @@ import pytest
 from kvlane.bench.__main__ import main
 
 
-@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-expert"])
+@pytest.mark.parametrize(
+    ("routing", "layout"), [("uniform", "experts"), ("zipf", "tokens"), ("one-expert", "masked")]
+)
 def test_every_round_of_every_part_is_measured(
-    routing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    routing: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     sizes = ["--ranks", "2", "--tokens", "4", "--experts", "6", "--top-k", "2", "--hidden", "16"]
-    assert main(["all-to-all", *sizes, "--routing", routing, "--rounds", "3", "--out", str(tmp_path)]) == 0
+    sizes += ["--routing", routing, "--layout", layout]
+    assert main(["all-to-all", *sizes, "--rounds", "3", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "all-to-all.json").read_text())
     times = found["ms_by_round"]
     # Where torch is, gloo takes part.
-    assert {"dispatch", "combine", "combine-reduced"} <= times.keys()
+    parts = {
+        "dispatch",
+        "combine-reduced",
+        "dispatch-send",
+        "dispatch-receive",
+        "combine-send",
+        "combine-receive",
+    }
+    assert parts | (set() if layout == "tokens" else {"combine"}) <= times.keys()
     assert all(len(each) == 3 and min(each) > 0 for each in times.values())
 
 
 def test_flags_that_ranks_on_cpus_would_not_heed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--cast, --num-sms: with --device cuda only"):
-        main(["all-to-all", "--cast", "--num-sms", "3", "--layout", "experts", "--out", str(tmp_path)])
+        main(["all-to-all", "--cast", "--num-sms", "3", "--layout", "tokens", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="a token names 8 of 4 experts: lower --top-k"):
         main(["all-to-all", "--experts", "4", "--out", str(tmp_path)])
 

@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +32,10 @@ _TITLES = {
     "dispatch": "dispatch",
     "combine": "combine, exact",
     "combine-reduced": "combine, reduced",
+    "dispatch-send": "dispatch, the part that sends",
+    "dispatch-receive": "dispatch, the part that receives",
+    "combine-send": "combine, the part that sends",
+    "combine-receive": "combine, the part that receives",
     "gloo-rows": "gloo, the rows of dispatch",
     "gloo-sums": "gloo, the rows of combine, reduced",
 }
@@ -52,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where ranks are (default %(default)s)"
     )
-    gpus = parser.add_argument_group("with --device cuda")
-    gpus.add_argument(
+    parser.add_argument(
         "--layout",
         choices=("experts", "masked", "tokens"),
         default="experts",
         help="how rows stand (default %(default)s)",
     )
+    gpus = parser.add_argument_group("with --device cuda")
     gpus.add_argument(
         "--cast",
         action="store_true",
@@ -90,7 +95,7 @@ def _flags_of_gpus(arguments: argparse.Namespace) -> list[str]:
     """Those that were given, and that ranks on CPUs would not heed."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    names = ("layout", "cast", "eager", "deepep", "num_sms")
+    names = ("cast", "eager", "deepep", "num_sms")
     given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
     return [f"--{name.replace('_', '-')}" for name in given]
 
@@ -109,7 +114,8 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             figures.append(Figure(f"{_TITLES[ours]} / gloo", ratio, at_most=GLOO_GOAL))
     note = (
         f"{arguments.ranks} processes, {arguments.tokens} tokens each, {arguments.top_k} of {arguments.experts} "
-        f"experts, rows of {arguments.hidden} bfloat16, {arguments.routing} routing, other ids in each round. "
+        f"experts, rows of {arguments.hidden} bfloat16, layout {arguments.layout}, {arguments.routing} routing, other "
+        "ids in each round. "
     )
     if "gloo-rows" in slowest:
         note += "Gloo moves the rows alone, one for each rank, by all_to_all_single with known sizes."
@@ -178,39 +184,55 @@ def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
     )
     weights = numpy.full((tokens, top_k), 1 / top_k, numpy.float32)
     group = Group(rank, ranks, all_gather)
+    capacity = None
+    if settings["layout"] == "masked":
+        # With one expert a token names it for each k.
+        capacity = ranks * tokens * (top_k if settings["routing"] == "one-expert" else 1)
     try:
         with AllToAll(
-            group, experts=settings["experts"], top_k=top_k, max_tokens=tokens, hidden=hidden
+            group,
+            experts=settings["experts"],
+            top_k=top_k,
+            max_tokens=tokens,
+            hidden=hidden,
+            layout=settings["layout"],
+            capacity=capacity,
         ) as all_to_all:
             gloo = _gloo(rank, settings)
+            # The sums of that layout are the caller's.
+            first_is_reduced = settings["layout"] == "tokens"
+            out = numpy.empty((tokens, hidden), numpy.uint16)
             while pipe.recv() == "go":
                 ids = _ids(source, settings)
-                times = {}
-                _together(gloo)
-                began = time.perf_counter()
-                got = all_to_all.dispatch(x, ids, weights)
-                times["dispatch"] = time.perf_counter() - began
+                times: dict[str, float] = {}
+
+                def timed(name: str, call: Callable[[], Any], times: dict[str, float] = times) -> Any:
+                    """All ranks begin at a time, if torch is there: so none waits for the call before."""
+                    if gloo is not None:
+                        gloo.barrier()
+                    began = time.perf_counter()
+                    result = call()
+                    times[name] = time.perf_counter() - began
+                    return result
+
                 # Experts that change nothing.
-                _together(gloo)
-                began = time.perf_counter()
-                all_to_all.combine(got.rows, got)
-                times["combine"] = time.perf_counter() - began
-                got = all_to_all.dispatch(x, ids, weights)
-                _together(gloo)
-                began = time.perf_counter()
-                all_to_all.combine(got.rows, got, reduced=True)
-                times["combine-reduced"] = time.perf_counter() - began
+                got = timed("dispatch", lambda ids=ids: all_to_all.dispatch(x, ids, weights))
+                if not first_is_reduced:
+                    timed("combine", lambda got=got: all_to_all.combine(got.rows, got))
+                    got = all_to_all.dispatch(x, ids, weights)
+                timed("combine-reduced", lambda got=got: all_to_all.combine(got.rows, got, reduced=True))
+                sent = timed("dispatch-send", lambda ids=ids: all_to_all._send(x, ids, weights, None))
+                got = timed("dispatch-receive", lambda sent=sent: all_to_all._receive(sent))
+                back = timed(
+                    "combine-send",
+                    lambda got=got: all_to_all._send_back(got.rows, got, first_is_reduced, None),
+                )
+                timed("combine-receive", lambda back=back: all_to_all._gather(back, out))
                 if gloo is not None:
                     times |= _by_gloo(gloo, x, ids, settings)
                 pipe.send(times)
     except ValueError as error:
         pipe.send(str(error))
-
-
-def _together(gloo: Any) -> None:
-    """All ranks begin the next call at a time, if torch is there: so none of them waits for the call before."""
-    if gloo is not None:
-        gloo.barrier()
 
 
 def _ids(source: Any, settings: dict[str, Any]) -> Any:
@@ -249,11 +271,11 @@ def _by_gloo(dist: Any, x: Any, ids: Any, settings: dict[str, Any]) -> dict[str,
     rows = torch.cat(to)
     room = torch.empty((int(received.sum()), rows.shape[1]), dtype=torch.uint8)
     times = {}
-    _together(dist)
+    dist.barrier()
     began = time.perf_counter()
     dist.all_to_all_single(room, rows, received.tolist(), sent.tolist())
     times["gloo-rows"] = time.perf_counter() - began
-    _together(dist)
+    dist.barrier()
     began = time.perf_counter()
     dist.all_to_all_single(rows, room, sent.tolist(), received.tolist())
     times["gloo-sums"] = time.perf_counter() - began
