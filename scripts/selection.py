@@ -227,7 +227,10 @@ def _add_crate(found: Plan, file: str, crate: str, rest: list[str], uses: dict[s
     if crate in ("block", "policy", "store"):
         found.ask(file, "miri")
     if crate == "python":
-        found.ask(file, "packaging", "manylinux")
+        found.ask(file, "packaging")
+        if rest[-1] == "Cargo.toml":
+            # Sources are in the tests' own wheel, too; this says what is linked.
+            found.ask(file, "manylinux")
 
 
 def _closure(crate: str, uses: dict[str, set[str]]) -> set[str]:
