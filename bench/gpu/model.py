@@ -292,7 +292,8 @@ def poison(worker: Any, byte: int) -> None:
 
 
 def block_hashes(worker: Any, byte: int) -> list[tuple[int, ...]]:
-    """Of each block that is not poison throughout, a hash of its bytes for each KV cache group: those of its layers."""
+    """For each block, a hash for each KV cache group of the bytes of its layers. Blocks that are poison in the first
+    layer of every group are left out."""
     import torch
 
     hashes = []

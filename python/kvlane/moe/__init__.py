@@ -87,7 +87,8 @@ class AllToAll:
         takes. `timeout`: longest wait for a rank.
 
         ValueError for arguments that cannot be; NotJoined if the ranks do not agree or do not find each other, and on
-        all others if one of them could not join; OSError without a GPU.
+        all others if one of them could not join; OSError without a GPU. A rank tells the others why it cannot join
+        before it raises, so it waits for them in all_gather.
         """
         on_gpu = str(device) != "cpu"
         joining = Joining(group)

@@ -547,7 +547,8 @@ class Buffer:
         return hook
 
     def _begin(self) -> None:
-        """Runs what is left of earlier calls: an all-to-all receives a dispatch before it sends the next one."""
+        """Begins a dispatch. It runs what is left of earlier calls, because an all-to-all receives a dispatch before it
+        sends the next one."""
         if self._is_destroyed:
             raise ValueError("this Buffer was destroyed: make another one")
         due, self._due = self._due, []
