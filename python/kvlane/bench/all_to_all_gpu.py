@@ -38,9 +38,15 @@ _TITLES = {
     "combine": "combine, exact",
     "combine-reduced": "combine, reduced",
     "there-and-back": "dispatch and the first combine",
+    "dispatch-send": "dispatch, the part that sends",
+    "dispatch-receive": "dispatch, the part that receives",
+    "combine-send": "the first combine, the part that sends",
+    "combine-receive": "the first combine, the part that receives",
     "copy": "a copy of the rows of dispatch on the same GPU",
     "nccl-rows": "NCCL, the rows of dispatch",
     "nccl-sums": "NCCL, the rows of combine, reduced",
+    "nccl-all-gather": "NCCL, all rows to all",
+    "nccl-reduce-scatter": "NCCL, sums of all rows of all",
     "deepep-dispatch": "DeepEP, low-latency dispatch",
     "deepep-combine": "DeepEP, low-latency combine",
 }
@@ -193,6 +199,8 @@ class Rank:
     end: Any
     graphs: dict[str, Any] = field(default_factory=dict)
     got: Any = None
+    sent: Any = None
+    """A dispatch, or a combine, whose part that receives is due."""
 
 
 def _process(gpu: int, pipe: Connection | None, settings: dict[str, Any]) -> None:
@@ -319,6 +327,25 @@ def _calls(
         dispatch(rank)
         combine(rank, sums[0] == "combine-reduced")
 
+    def dispatch_send(rank: Rank) -> None:
+        rank.sent = rank.all_to_all._send(rank.x, rank.ids, rank.weights, rank.scales)
+
+    def dispatch_receive(rank: Rank) -> None:
+        rank.got = rank.all_to_all._receive(rank.sent)
+
+    def combine_send(rank: Rank) -> None:
+        rank.sent = rank.all_to_all._send_back(rank.y, rank.got, sums[0] == "combine-reduced", None)
+
+    def combine_receive(rank: Rank) -> None:
+        out = torch.empty(settings["tokens"], settings["hidden"], dtype=torch.bfloat16, device="cuda")
+        rank.all_to_all._gather(rank.sent, out)
+
+    parts = {
+        "dispatch-send": dispatch_send,
+        "dispatch-receive": dispatch_receive,
+        "combine-send": combine_send,
+        "combine-receive": combine_receive,
+    }
     sums = ["combine-reduced"] if settings["layout"] == "tokens" else ["combine", "combine-reduced"]
     # Once as calls: all ranks' kernels are loaded, and outputs are there.
     for name in sums:
@@ -335,14 +362,21 @@ def _calls(
             calls["dispatch" if name == sums[0] else "dispatch-again"] = dispatch
             calls[name] = lambda rank, is_reduced=name == "combine-reduced": combine(rank, is_reduced)
         calls["there-and-back"] = there_and_back
+        calls |= parts
     else:
-        calls = _graphs(torch, ranks, sums, dispatch, combine, there_and_back)
+        calls = _graphs(torch, ranks, sums, dispatch, combine, there_and_back, parts)
     calls |= _peers(torch, dist, ranks, settings)
     return calls
 
 
 def _graphs(
-    torch: Any, ranks: list[Rank], sums: list[str], dispatch: Any, combine: Any, there_and_back: Any
+    torch: Any,
+    ranks: list[Rank],
+    sums: list[str],
+    dispatch: Any,
+    combine: Any,
+    there_and_back: Any,
+    parts: dict[str, Callable[[Rank], None]],
 ) -> Any:
     """Graphs of each call. Those of a combine and of the dispatch before it go together."""
     for rank in ranks:
@@ -359,13 +393,16 @@ def _graphs(
             captured(f"dispatch before {name}", lambda rank=rank: dispatch(rank))
             captured(name, lambda rank=rank, name=name: combine(rank, name == "combine-reduced"))
         captured("there-and-back", lambda rank=rank: there_and_back(rank))
+        for name, part in parts.items():
+            captured(name, lambda rank=rank, part=part: part(rank))
     torch.cuda.synchronize()
     calls = {"empty": lambda rank: rank.graphs["empty"].replay()}
     for name in sums:
         first = "dispatch" if name == sums[0] else "dispatch-again"
         calls[first] = lambda rank, name=name: rank.graphs[f"dispatch before {name}"].replay()
         calls[name] = lambda rank, name=name: rank.graphs[name].replay()
-    calls["there-and-back"] = lambda rank: rank.graphs["there-and-back"].replay()
+    for name in ("there-and-back", *parts):
+        calls[name] = lambda rank, name=name: rank.graphs[name].replay()
     return calls
 
 
@@ -401,6 +438,13 @@ def _peers(torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]) -
             dist.all_to_all_single(target, source, into, out)
 
         found[name] = exchange
+    tokens = settings["tokens"]
+    rows = torch.empty(tokens, row, dtype=torch.uint8, device="cuda")
+    all_rows = torch.empty(size * tokens, row, dtype=torch.uint8, device="cuda")
+    sums = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    all_sums = torch.zeros(size * tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    found["nccl-all-gather"] = lambda _: dist.all_gather_into_tensor(all_rows, rows)
+    found["nccl-reduce-scatter"] = lambda _: dist.reduce_scatter_tensor(sums, all_sums)
     if settings["deepep"]:
         found |= _deepep(torch, dist, first, settings)
     return found
