@@ -7,7 +7,7 @@ import pytest
 from fakes import window_group
 from tensors import Tensor
 
-from kvlane.connector.assemble import awaited_regions, engine_id, group_name, holders
+from kvlane.connector.assemble import awaited_regions, engine_id, group_name, holders, one_layer_ahead
 from kvlane.connector.groups import STATE
 from kvlane.connector.layout import GroupLayout, group_layout, reading_order
 
@@ -63,3 +63,12 @@ def test_a_step_waits_layer_by_layer_unless_the_model_keeps_states() -> None:
     assert awaited_regions(groups, made) == dict(zip(layers(1, 0, 2), [(0, 0), (1, 0), (1, 1)], strict=True))
     states = dataclasses.replace(groups[1], kind=STATE)
     assert awaited_regions([groups[0], states], made) == {}
+
+
+def test_each_layer_waits_for_the_next_one_in_the_models_order() -> None:
+    regions = dict(zip(layers(10, 2, 0), [(0, 3), (0, 1), (0, 0)], strict=True))
+    ahead = dict(zip(layers(10, 2, 0), [(0, 3), (0, 3), (0, 1)], strict=True))
+    assert one_layer_ahead(regions) == (ahead, (0, 0))
+    shared = dict(zip(layers(0, 1, 2), [(0, 0), (0, 1), (0, 0)], strict=True))
+    assert one_layer_ahead(shared)[0] == dict(zip(layers(0, 1, 2), [(0, 1), (0, 1), (0, 0)], strict=True))
+    assert one_layer_ahead({}) == ({}, None)

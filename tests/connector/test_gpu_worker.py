@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvlane.connector.assemble import one_layer_ahead
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
@@ -66,13 +67,18 @@ class Core:
         )
 
 
-def worker(*, regions: bool = True, kinds: Sequence[str | None] = ()) -> tuple[WorkerSide, Core]:
+def worker(
+    *,
+    regions: dict[str, tuple[int, int]] = REGIONS,
+    first: tuple[int, int] | None = None,
+    kinds: Sequence[str | None] = (),
+) -> tuple[WorkerSide, Core]:
     """A worker whose steps are of these kinds, one after the other; else full graphs."""
     core = Core()
     side = WorkerSide(0, Failures())
-    last_region = REGIONS if regions else {}
     kind = iter(kinds)
-    side.attach(cast("WorkerCore", core), Stream(lambda: 77, last_region, step_kind=lambda: next(kind, None)))
+    stream = Stream(lambda: 77, regions, first, step_kind=lambda: next(kind, None))
+    side.attach(cast("WorkerCore", core), stream)
     return side, core
 
 
@@ -116,7 +122,7 @@ def test_where_others_compute_a_load_is_released_when_it_is_near() -> None:
 
 
 def test_where_layers_cannot_wait_one_by_one_nothing_is_released_before_its_end() -> None:
-    side, core = worker(regions=False)
+    side, core = worker(regions={})
     step(side, load(1), idle=True)
     assert core.loads == [(1, 77, "at_end")]
 
@@ -151,6 +157,22 @@ def test_each_layer_waits_for_its_own_part() -> None:
     step(side)
     assert core.waits == []
     assert side.on_layer is None, "a hook with nothing to do costs nothing"
+
+
+def test_a_layers_part_is_there_before_the_layer_writes_the_last_token_of_a_prompt() -> None:
+    """Without CUDA graphs the pool's bytes of the token came over those that the engine had just computed. An answer then
+    differed in its last bits from that of a hit in GPU memory."""
+    regions, first = one_layer_ahead({name: (0, place) for place, name in enumerate(LAYERS)})
+    side, core = worker(regions=regions, first=first, kinds=["NONE"] * 9)
+    step(side)
+    release(side, core, 1)
+    side.bind(StepJobs())
+    for place, name in enumerate(LAYERS):
+        waited = [region for _, region in core.waits if region is not None]
+        assert max(waited, default=(0, -1)) >= (0, place), f"vLLM writes the token in {name}, then calls its hook"
+        assert side.on_layer is not None
+        side.on_layer(name)
+    assert core.waits[0] == (77, (0, 0)), "no layer waits for what only later ones read"
 
 
 def test_a_kind_of_step_is_waited_for_as_a_whole_until_every_layer_was_seen_to_call_its_hook() -> None:

@@ -27,7 +27,7 @@ from kvlane.connector.groups import (
 )
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
-from kvlane.connector.layout import GroupLayout, group_layout, layer_hints, reading_order
+from kvlane.connector.layout import GroupLayout, group_layout, layer_hints, natural_order, reading_order
 from kvlane.connector.namespace import (
     adapters_meaning,
     crosses_hosts,
@@ -264,8 +264,15 @@ def build_worker_core(
                 steps_ahead=capabilities.steps_ahead(vllm_config),
                 load_stall_ms=settings.load_stall_ms,
             )
-        stream = Stream(compute_stream(device), awaited_regions(groups, layouts), capabilities.step_kind)
-        return core, stream, replicas, digests
+        awaited, first = awaited_regions(groups, layouts), None
+        if keeps_tokens_apart(kv_cache_config, groups):
+            awaited, first = one_layer_ahead(awaited)
+        return (
+            core,
+            Stream(compute_stream(device), awaited, first, capabilities.step_kind),
+            replicas,
+            digests,
+        )
     with unbound():
         core = open_core(settings.address).Worker(
             settings.address,
@@ -292,6 +299,22 @@ def awaited_regions(groups: list[CacheGroup], layouts: list[GroupLayout]) -> dic
         for group, layout in zip(groups, layouts, strict=True)
         for name, region in layout.last_region.items()
     }
+
+
+def one_layer_ahead(
+    awaited: dict[str, tuple[int, int]],
+) -> tuple[dict[str, tuple[int, int]], tuple[int, int] | None]:
+    """The same of one group, if each layer waits for the next one too, and what the step waits for before the first.
+
+    A load may bring a prompt's last block, of which the engine computes the last token. vLLM writes that token into a
+    layer's block before it calls the layer's hook. Without this the copy would come later, and write the pool's bytes of
+    the token over the engine's."""
+    order = sorted(awaited, key=natural_order)
+    ahead = {
+        name: max(awaited[name], awaited[after])
+        for name, after in zip(order, order[1:] + order[-1:], strict=True)
+    }
+    return ahead, awaited[order[0]] if order else None
 
 
 def _facts(

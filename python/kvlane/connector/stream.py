@@ -12,8 +12,11 @@ class Stream:
 
     handle: Callable[[], int]
     """Returns the handle of the stream that the calling thread computes in."""
-    last_region: dict[str, tuple[int, int]]
-    """The last region that each layer reads: its group and its number. Empty if loads cannot be awaited in parts."""
+    awaited: dict[str, tuple[int, int]]
+    """The region, its group and its number, that the hook of each layer waits for, with those before it. Empty if loads
+    cannot be awaited in parts."""
+    awaited_first: tuple[int, int] | None
+    """The region that a step waits for before its first layer, or None."""
     step_kind: Callable[[], str | None]
     """How vLLM runs the forward pass of the step that begins. None if layers do not call their hooks, as in a full CUDA
     graph. Steps of one kind call the same hooks."""

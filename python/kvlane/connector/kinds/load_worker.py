@@ -59,7 +59,7 @@ class LoadWorker(WorkerKind):
         blocks, or own them by now. It does not wait for later ones: they were released ahead of their ends, which come
         before their requests' steps."""
         core, stream = self._shared.core, self._shared.stream
-        if core is None or stream is None or not stream.last_region:
+        if core is None or stream is None or not stream.awaited:
             return None
         self._step_kind = stream.step_kind()
         outstanding = self._awaited = [job for job in core.outstanding_loads() if job not in jobs.unplanned]
@@ -68,6 +68,8 @@ class LoadWorker(WorkerKind):
                 return None
             self._waited_layers.clear()
             self._waits_by_layer = True
+            if stream.awaited_first is not None:
+                self._hold_up(stream.awaited_first)
             return self._wait_for_layer
         if outstanding:
             self._hold_up(None)
@@ -75,7 +77,7 @@ class LoadWorker(WorkerKind):
 
     def _is_trusted(self, kind: str) -> bool:
         assert self._shared.stream is not None
-        return self._seen_layers.get(kind, set()) >= self._shared.stream.last_region.keys()
+        return self._seen_layers.get(kind, set()) >= self._shared.stream.awaited.keys()
 
     def _record_layer(self, layer_name: str) -> None:
         assert self._step_kind is not None
@@ -85,7 +87,7 @@ class LoadWorker(WorkerKind):
         assert self._shared.stream is not None
         self._waited_layers.add(layer_name)
         # An unknown layer waits for all regions.
-        self._hold_up(self._shared.stream.last_region.get(layer_name))
+        self._hold_up(self._shared.stream.awaited.get(layer_name))
 
     def _hold_up(self, region: tuple[int, int] | None) -> None:
         core, stream = self._shared.core, self._shared.stream
@@ -101,7 +103,7 @@ class LoadWorker(WorkerKind):
             return
         assert self._shared.stream is not None
         assert self._step_kind is not None
-        missing = self._shared.stream.last_region.keys() - self._waited_layers
+        missing = self._shared.stream.awaited.keys() - self._waited_layers
         if missing:
             self._seen_layers[self._step_kind] = set()
             error = RuntimeError(
@@ -142,7 +144,7 @@ class LoadWorker(WorkerKind):
         """When a load's request may compute. A request computes before its load's end only if every step can be made to
         wait. If others run, which would wait too, that is not long before the end."""
         stream = self._shared.stream
-        if not load.request_id or stream is None or not stream.last_region:
+        if not load.request_id or stream is None or not stream.awaited:
             return "at_end"
         return "at_once" if idle else "when_near"
 
