@@ -125,8 +125,20 @@ def expert_output(sizes: Sizes, expert: int, x: Any) -> Any:
     return written(read(x, sizes.dtype) * np.float32(expert + 1) + np.float32(expert), sizes.dtype)
 
 
+def weighted_onto(sums: Any, weight: Any, y: Any) -> Any:
+    """`sums + weight * y` of float32, rounded once. A float64 holds the product, and the sum but for its last bits: of its
+    two neighbours that with an odd last bit is taken (S. Boldo, G. Melquiond, "When double rounding is odd", 2005)."""
+    product, added = np.float64(weight) * y.astype(np.float64), sums.astype(np.float64)
+    total = product + added
+    back = total - product
+    lost = (product - (total - back)) + (added - back)
+    is_even = total.view(np.int64) % 2 == 0
+    neighbour = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where((lost != 0) & is_even, neighbour, total).astype(np.float32)
+
+
 def sums_of(sizes: Sizes, rank: int, inputs: list[Input], reduced: bool) -> Any:
-    """The sum of each token of a rank, by float32 additions in the order that the docs name."""
+    """The sum of each token of a rank, in float32 and in the order that the docs name."""
     each = inputs[rank]
     out = np.zeros((len(each.ids), sizes.hidden), np.float32)
     for token, wanted in enumerate(each.ids):
@@ -135,9 +147,9 @@ def sums_of(sizes: Sizes, rank: int, inputs: list[Input], reduced: bool) -> Any:
             if expert < 0:
                 continue
             y = read(expert_output(sizes, int(expert), each.x[token]), sizes.dtype)
-            product = each.weights[token, k] * y
             holder = int(expert) // sizes.experts_a_rank if reduced else 0
-            parts[holder] = parts.get(holder, np.zeros(sizes.hidden, np.float32)) + product
+            before = parts.get(holder, np.zeros(sizes.hidden, np.float32))
+            parts[holder] = weighted_onto(before, each.weights[token, k], y)
         for holder in sorted(parts):
             part = read(written(parts[holder], sizes.dtype), sizes.dtype) if reduced else parts[holder]
             out[token] = out[token] + part

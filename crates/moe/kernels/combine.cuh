@@ -25,10 +25,10 @@ struct Number {
                 high = float_of_half(words[i] >> 16);
             }
             if (kind == kF32) {
-                sums[i] = plus(sums[i], is_weighted ? times(weight, low) : low);
+                sums[i] = is_weighted ? times_plus(weight, low, sums[i]) : plus(sums[i], low);
             } else {
-                sums[2 * i] = plus(sums[2 * i], is_weighted ? times(weight, low) : low);
-                sums[2 * i + 1] = plus(sums[2 * i + 1], is_weighted ? times(weight, high) : high);
+                sums[2 * i] = is_weighted ? times_plus(weight, low, sums[2 * i]) : plus(sums[2 * i], low);
+                sums[2 * i + 1] = is_weighted ? times_plus(weight, high, sums[2 * i + 1]) : plus(sums[2 * i + 1], high);
             }
         }
     }

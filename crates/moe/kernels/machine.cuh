@@ -212,6 +212,8 @@ DEVICE void pause() { __nanosleep(20); }
 
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+// Rounds once.
+DEVICE float times_plus(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float quotient(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
@@ -349,6 +351,7 @@ DEVICE void pause() { sched_yield(); }
 // Compiled without contraction of a product and a sum.
 DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
+DEVICE float times_plus(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float float_of_bits(u32 bits) {
     float value;

@@ -25,8 +25,8 @@ impl Number {
         }
     }
 
-    /// Writes the weighted sum of rows, one after the other from zero: each product and each sum is rounded to f32, and at last to
-    /// the nearest element, ties to even.
+    /// Writes the weighted sum of rows, one after the other from zero: each product is added without having been rounded, each sum
+    /// is rounded to f32, and the last one to the nearest element, ties to even. DeepEP adds so, too.
     pub(crate) fn write_weighted<'a>(
         self,
         rows: impl Iterator<Item = (&'a [u8], f32)> + Clone,
@@ -36,7 +36,7 @@ impl Number {
             let row = &row[columns];
             match self {
                 Number::Bf16 => add_weighted_bf16(sums, row, weight),
-                Number::F16 => add(sums, row, |bytes| weight * f16::from_le_bytes(bytes).to_f32()),
+                Number::F16 => add_weighted_f16(sums, row, weight),
                 Number::F32 => add_weighted_f32(sums, row, weight),
             }
         });
@@ -82,11 +82,17 @@ impl Number {
 /// Elements of a row that are summed at a time.
 const COLUMNS: usize = 1024;
 
-// The compiler makes these for several kinds of CPU, and the first call takes the best one. Products and sums stay apart in all.
+// The compiler makes these for several kinds of CPU, and the first call takes the best one. A CPU without instructions for
+// `mul_add` calls a function for each element.
 
-#[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f+avx512bw+fma", "x86_64+avx2+fma"))]
 fn add_weighted_bf16(sums: &mut [f32], row: &[u8], weight: f32) {
-    add(sums, row, |bytes| weight * wide(bytes));
+    add_weighted(sums, row, weight, wide);
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+fma", "x86_64+avx2+fma"))]
+fn add_weighted_f16(sums: &mut [f32], row: &[u8], weight: f32) {
+    add_weighted(sums, row, weight, |bytes| f16::from_le_bytes(bytes).to_f32());
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
@@ -99,9 +105,9 @@ fn write_bf16(sums: &[f32], row: &mut [u8]) {
     write(sums, row, narrow);
 }
 
-#[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f+avx512bw+fma", "x86_64+avx2+fma"))]
 fn add_weighted_f32(sums: &mut [f32], row: &[u8], weight: f32) {
-    add(sums, row, |bytes| weight * f32::from_le_bytes(bytes));
+    add_weighted(sums, row, weight, f32::from_le_bytes);
 }
 
 /// The f32 of a bfloat16, without the look at NaN that `half` takes: with it combine took 1.25 times as long.
@@ -123,6 +129,18 @@ fn narrow(sum: f32) -> [u8; 2] {
 fn add<const N: usize>(sums: &mut [f32], row: &[u8], element: impl Fn([u8; N]) -> f32) {
     for (sum, bytes) in sums.iter_mut().zip(row.as_chunks::<N>().0) {
         *sum += element(*bytes);
+    }
+}
+
+#[inline(always)]
+fn add_weighted<const N: usize>(
+    sums: &mut [f32],
+    row: &[u8],
+    weight: f32,
+    element: impl Fn([u8; N]) -> f32,
+) {
+    for (sum, bytes) in sums.iter_mut().zip(row.as_chunks::<N>().0) {
+        *sum = weight.mul_add(element(*bytes), *sum);
     }
 }
 
@@ -194,7 +212,7 @@ mod tests {
                 for column in 0..columns {
                     let (mut product_sum, mut sum) = (0.0f32, 0.0f32);
                     for (row, weight) in rows.iter().zip(&weights) {
-                        product_sum += weight * element(row, column);
+                        product_sum = weight.mul_add(element(row, column), product_sum);
                         sum += element(row, column);
                     }
                     weighted.extend(written(product_sum));

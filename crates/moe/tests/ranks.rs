@@ -149,7 +149,7 @@ fn expected_sums(shape: &Shape, source: usize, inputs: &[Input], sum: Sum) -> Ve
                 Sum::Reduced => of_rank[rank].get_or_insert(vec![0f32; shape.hidden]),
             };
             for (into, element) in into.iter_mut().zip(output) {
-                *into += input.weights[pair] * element.to_f32();
+                *into = input.weights[pair].mul_add(element.to_f32(), *into);
             }
         }
         for part in of_rank.into_iter().flatten() {
