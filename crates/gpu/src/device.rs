@@ -125,11 +125,13 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Logs an error of a drop, which has no caller to return it to. `gpu` is an ordinal; None if the drop does not know it.
+/// Logs an error of a drop, which has no caller to return it to, unless the process ends. `gpu` is an ordinal; None if the drop
+/// does not know it.
 pub(crate) fn warn_of(gpu: Option<u32>, action: &'static str, outcome: Result<(), GpuError>) {
-    if let Err(error) = outcome {
-        // Log: the GPU driver refused to free something, mostly because the GPU or the process is ending. Do: look
-        // for Xid in dmesg if it comes while all run.
+    if let Err(error) = outcome
+        && !error.is_at_exit()
+    {
+        // Log: the GPU driver refused to free something, mostly because the GPU is lost. Do: look for Xid in dmesg.
         tracing::warn!(gpu, %error, "cannot {action}");
     }
 }

@@ -85,6 +85,11 @@ impl GpuError {
         matches!(self, GpuError::Cuda { code, .. } if code::is_sticky(*code))
     }
 
+    /// Whether the process is ending: the driver has let go of everything by itself.
+    pub fn is_at_exit(&self) -> bool {
+        self.code() == Some(code::DEINITIALIZED)
+    }
+
     /// The driver's number of the error, where the driver reported it.
     pub fn code(&self) -> Option<u32> {
         match self {
@@ -100,6 +105,8 @@ pub mod code {
     pub const INVALID_VALUE: u32 = 1;
     /// The device, or the host, has no memory left.
     pub const OUT_OF_MEMORY: u32 = 2;
+    /// The driver is shutting down, because the process ends.
+    pub const DEINITIALIZED: u32 = 4;
     /// The device is not open, or not any more.
     pub const INVALID_CONTEXT: u32 = 201;
     /// Memory cannot be mapped.
@@ -143,6 +150,7 @@ mod tests {
         assert!(error(code::ILLEGAL_ADDRESS).is_sticky());
         assert!(!error(code::INVALID_VALUE).is_sticky());
         assert!(!GpuError::Invalid("no".into()).is_sticky());
+        assert!(error(4).is_at_exit() && !error(code::INVALID_CONTEXT).is_at_exit());
         assert_eq!(error(2).to_string(), "cuMemcpyAsync: CUDA error 2 (SOME_NAME)");
     }
 }

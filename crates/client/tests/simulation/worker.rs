@@ -432,7 +432,7 @@ impl WorkerSide {
                 self.failures = 0;
                 world.seen.push("registered");
             }
-            WorkerAction::Log(notice) if notice.sentence.contains("copies its load itself") => {
+            WorkerAction::Log(notice) if notice.sentence.contains("the worker copies it itself") => {
                 self.cause = Cause::Silent;
             }
             WorkerAction::Unregistered { was_open } => {

@@ -287,7 +287,7 @@ impl WorkerLink {
                 let number = self.loads.get(&key).map_or(0, |load| load.job.number);
                 warn(
                     format!(
-                        "kvlane: the daemon does not answer; the worker copies its load itself (job {number})"
+                        "kvlane: the daemon has not ended a load in time; the worker copies it itself (job {number})"
                     ),
                     actions,
                 );
