@@ -126,8 +126,8 @@ def expert_output(sizes: Sizes, expert: int, x: Any) -> Any:
 
 
 def weighted_onto(sums: Any, weight: Any, y: Any) -> Any:
-    """`sums + weight * y` of float32, rounded once. A float64 holds the product, and the sum but for its last bits: of its
-    two neighbours that with an odd last bit is taken (S. Boldo, G. Melquiond, "When double rounding is odd", 2005)."""
+    """`sums + weight * y` of float32, rounded once. A float64 holds the product, but not always the sum. Then that of
+    its two neighbours is taken whose last bit is odd (S. Boldo, G. Melquiond, "When double rounding is odd", 2005)."""
     product, added = np.float64(weight) * y.astype(np.float64), sums.astype(np.float64)
     total = product + added
     back = total - product

@@ -130,7 +130,7 @@ def rows_by_token(rank: int, sizes: Sizes, inputs: list[oracle.Input], got: moe.
             if expert >= 0:
                 number = int(expert) + sizes.experts_of(rank).start
                 made = oracle.expert_output(sizes, number, got.rows[position])
-                total = total + weight * oracle.read(made, sizes.dtype)
+                total = oracle.weighted_onto(total, weight, oracle.read(made, sizes.dtype))
         y[position] = oracle.written(total, sizes.dtype)
     return y, len(rows)
 

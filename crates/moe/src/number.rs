@@ -133,12 +133,7 @@ fn add<const N: usize>(sums: &mut [f32], row: &[u8], element: impl Fn([u8; N]) -
 }
 
 #[inline(always)]
-fn add_weighted<const N: usize>(
-    sums: &mut [f32],
-    row: &[u8],
-    weight: f32,
-    element: impl Fn([u8; N]) -> f32,
-) {
+fn add_weighted<const N: usize>(sums: &mut [f32], row: &[u8], weight: f32, element: impl Fn([u8; N]) -> f32) {
     for (sum, bytes) in sums.iter_mut().zip(row.as_chunks::<N>().0) {
         *sum = weight.mul_add(element(*bytes), *sum);
     }
