@@ -67,6 +67,7 @@ COMPARED, ANSWER = 4, 16
 CHUNK = 128
 POOL_SHARE, OWN_CACHE_PROMPTS = 0.4, 3.4
 USED, LOADED = "kvlane_pool_used_bytes", "kvlane_loaded_by_link_bytes_total"
+SAVING = ("kvlane_claimed_blocks", "kvlane_seal_queue_blocks")
 CONTROLS = ("same_tokens", "control_distinct", "control_loaded", "control_pools")
 FIGURES = {
     "requests_per_s": "requests a second",
@@ -217,15 +218,24 @@ async def stream(
     return time.perf_counter() - began, seen
 
 
-async def same_answers(engine: Engine, prompts: list[list[int]]) -> dict[str, bool]:
-    """The controls of answers, of one engine. The prompts are new to its pool: with one that has lost some blocks, the
-    engine would compute a part among fewer tokens, and its last bits may differ."""
+async def until_saved(watched: list[str]) -> None:
+    """Until these daemons have saved what engines have computed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(metric(watched, name) for name in SAVING):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"a daemon saves for more than {PATIENCE_S:.0f} s")
+        await asyncio.sleep(0.05)
+
+
+async def same_answers(engine: Engine, watched: list[str], prompts: list[list[int]]) -> dict[str, bool]:
+    """The controls of answers, of one engine. The pool has room for the prompts, and has all of each before the engine
+    forgets it: else the engine would compute a part among fewer tokens, and its last bits may differ."""
     kept, back, cached = [], [], []
     for prompt in prompts:
         await engine.ttft(prompt)
         kept.append((await engine.answer(prompt, ANSWER))[1])
         all_but_the_end = engine.cached_tokens - CHUNK
-        await until_loaded(engine, prompt, all_but_the_end)
+        await until_saved(watched)
         await engine.forget()
         back.append((await engine.answer(prompt, ANSWER))[1])
         cached.append(engine.cached_tokens >= all_but_the_end)
@@ -241,7 +251,7 @@ async def measure(
     draw: Callable[[int, int], list[list[int]]],
     settings: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One mode, one round: the stream, and the controls, with prompts of their own."""
+    """One mode, one round."""
     probes = draw(len(engines) + 1, PROBE_TOKENS)
     await asyncio.gather(*map(until_loaded, engines, probes[:-1]))
     await until_loaded(engines[0], probes[-1])
@@ -254,7 +264,6 @@ async def measure(
     seconds, seen = await stream(engines, numbered[settings.warm_up_requests :], settings)
     loaded, used = metric(watched, LOADED) - before, metric(watched, USED)
     hits, misses = ([ttft for ttft, share in seen if (share >= 0.5) == is_hit] for is_hit in (True, False))
-    held = [await same_answers(engine, draw(COMPARED, settings.tokens)) for engine in engines]
     every_byte = len(seen) * settings.tokens * bytes_a_token(settings.shape)
     return {
         "requests": len(seen),
@@ -270,9 +279,23 @@ async def measure(
         "ttft_misses": summary(misses),
         "pool_bytes": sum(mode.pools) or settings.pool_bytes,
         "pool_used_bytes": used if watched else None,
-        **{name: all(each[name] for each in held) for name in CONTROLS[:-1]},
         "control_pools": found == [len(mode.pools) == 1] * len(found),
     }
+
+
+async def controls(
+    engines: list[Engine],
+    watched: list[str],
+    draw: Callable[[int, int], list[list[int]]],
+    settings: argparse.Namespace,
+) -> dict[str, bool]:
+    """The controls of answers, with an empty pool and prompts of their own."""
+    await asyncio.gather(*map(until_loaded, engines, draw(len(engines), PROBE_TOKENS)))
+    held = []
+    for engine in engines:
+        await engine.forget()
+        held.append(await same_answers(engine, watched, draw(COMPARED, settings.tokens)))
+    return {name: all(each[name] for each in held) for name in CONTROLS[:-1]}
 
 
 async def all_rounds(
@@ -298,6 +321,9 @@ async def all_rounds(
             of_mode = [engines[each] for each in mode.engines]
             with daemons(mode, folders, settings) as watched:
                 found[name].append(await measure(of_mode, mode, watched, asked, draw, settings))
+            if turn == 0:
+                with daemons(mode, folders, settings) as watched:
+                    found[name][0] |= await controls(of_mode, watched, draw, settings)
             report.say(f"    round {turn + 1}, {name}: {found[name][-1]}")
     return found
 
@@ -305,6 +331,11 @@ async def all_rounds(
 def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
     """Of the rounds of a mode; TTFT is in ms."""
     return {figure: statistics.median(each[figure] for each in rounds) for figure in FIGURES}
+
+
+def controls_hold(rounds: list[dict[str, Any]]) -> bool:
+    """Those of answers are of the first round."""
+    return all(each.get(name, True) for each in rounds for name in CONTROLS)
 
 
 def compare(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
@@ -327,9 +358,7 @@ def table(result: Mapping[str, Any]) -> str:
         used = rounds[-1]["pool_used_bytes"]
         cells = [f"{per_s:.2f}", f"{hits:.1%}", *("-" if each is None else f"{each:.1%}" for each in shares)]
         cells += [f"{ttft:.1f}", "-" if used is None else f"{used / 1e9:.3g}"]
-        rows.append(
-            [result["modes"][name], *cells, all(each[control] for each in rounds for control in CONTROLS)]
-        )
+        rows.append([result["modes"][name], *cells, controls_hold(rounds)])
     heads = ["requests/s", "hits", "hit tokens", "from pools", "TTFT ms", "used GB", "controls"]
     ratios = [f"{name}: {parts}" for name, parts in result["ratios"].items()]
     return "\n".join([report.table(["mode", *heads], rows), *ratios])
@@ -436,7 +465,7 @@ def main() -> int:
         save(picture(result), settings.out / "shared-pool.png")
     except ImportError:
         report.say("no picture: matplotlib is missing")
-    return 0 if all(each[name] for rounds in found.values() for each in rounds for name in CONTROLS) else 1
+    return 0 if all(map(controls_hold, found.values())) else 1
 
 
 if __name__ == "__main__":
