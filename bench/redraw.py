@@ -67,8 +67,8 @@ def committed() -> Iterator[Redrawn]:
     for name, mode in (("2026-11-22-h200-eager", "eager"), ("2026-11-22-h200-graphs", "graphs")):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
-    for name in ("h200-busy", "h200-busy-again"):
-        result = gpu / f"2026-11-29-{name}.json"
+    for name in ("2026-11-29-h200-busy", "2026-11-29-h200-busy-again", "2026-11-30-h200-busy"):
+        result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
     for name in (
         "2026-11-23-h200-vllm-0.33-restart",
@@ -84,6 +84,7 @@ def committed() -> Iterator[Redrawn]:
     for name in (
         "2026-11-29-two-h200-all-to-all/experts-4096",
         "2026-11-30-two-h200-all-to-all/experts-128-deepep",
+        "2026-11-30-two-h200-all-to-all-parts/experts-128",
         "2026-11-30-h200-all-to-all/four-ranks-4096",
     ):
         result = gpu / f"{name}.json"

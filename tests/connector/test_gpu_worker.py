@@ -160,8 +160,8 @@ def test_each_layer_waits_for_its_own_part() -> None:
 
 
 def test_a_layers_part_is_there_before_the_layer_writes_the_last_token_of_a_prompt() -> None:
-    """Without CUDA graphs the pool's bytes of the token came over those that the engine had just computed. An answer then
-    differed in its last bits from that of a hit in GPU memory."""
+    """Without CUDA graphs the pool's bytes of the token came over those that the engine had just computed. Answers
+    differed from those of a hit in GPU memory."""
     regions, first = one_layer_ahead({name: (0, place) for place, name in enumerate(LAYERS)})
     side, core = worker(regions=regions, first=first, kinds=["NONE"] * 9)
     step(side)
@@ -169,7 +169,9 @@ def test_a_layers_part_is_there_before_the_layer_writes_the_last_token_of_a_prom
     side.bind(StepJobs())
     for place, name in enumerate(LAYERS):
         waited = [region for _, region in core.waits if region is not None]
-        assert max(waited, default=(0, -1)) >= (0, place), f"vLLM writes the token in {name}, then calls its hook"
+        assert max(waited, default=(0, -1)) >= (0, place), (
+            f"vLLM writes the token in {name}, then calls its hook"
+        )
         assert side.on_layer is not None
         side.on_layer(name)
     assert core.waits[0] == (77, (0, 0)), "no layer waits for what only later ones read"

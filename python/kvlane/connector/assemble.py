@@ -304,11 +304,11 @@ def awaited_regions(groups: list[CacheGroup], layouts: list[GroupLayout]) -> dic
 def one_layer_ahead(
     awaited: dict[str, tuple[int, int]],
 ) -> tuple[dict[str, tuple[int, int]], tuple[int, int] | None]:
-    """The same of one group, if each layer waits for the next one too, and what the step waits for before the first.
+    """The same, but each layer waits for the next one's region, too; and what a step waits for before its first layer.
 
     A load may bring a prompt's last block, of which the engine computes the last token. vLLM writes that token into a
-    layer's block before it calls the layer's hook. Without this the copy would come later, and write the pool's bytes of
-    the token over the engine's."""
+    layer's block before it calls the layer's hook. A copy that the hook waits for would overwrite the token with the
+    pool's bytes."""
     order = sorted(awaited, key=natural_order)
     ahead = {
         name: max(awaited[name], awaited[after])
