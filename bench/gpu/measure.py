@@ -216,9 +216,18 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
     changed = list(prompts[0])
     changed[64:96] = [(token + 1) % vocabulary for token in changed[64:96]]
     found["same_tokens"] = back == kept
+    found["answers_differ_at"] = differ_at(kept, back)
     found["control_distinct"] = len(set(kept)) == len(kept)
     found["control_block_matters"] = (await engine.answer(changed, 16))[1] != kept[0]
     return found
+
+
+def differ_at(kept: list[tuple[int, ...]], back: list[tuple[int, ...]]) -> list[int | None]:
+    """By prompt, the first token in which its answers differ; None where they are equal."""
+    return [
+        next((place for place, (one, other) in enumerate(zip(*both, strict=True)) if one != other), None)
+        for both in zip(kept, back, strict=True)
+    ]
 
 
 async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str, Any]) -> None:

@@ -299,9 +299,13 @@ async def controls(
 
 
 async def all_rounds(
-    engines: list[Engine], modes: dict[str, Mode], folders: list[Path], settings: argparse.Namespace
+    engines: list[Engine],
+    modes: dict[str, Mode],
+    folders: list[Path],
+    settings: argparse.Namespace,
+    keep: Callable[[dict[str, list[dict[str, Any]]]], None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Each mode in each round; every second round goes backwards."""
+    """Each mode in each round; every second round goes backwards. `keep` gets what was found after each mode."""
     source = random.Random(settings.seed)
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
 
@@ -325,6 +329,7 @@ async def all_rounds(
                 with daemons(mode, folders, settings) as watched:
                     found[name][0] |= await controls(of_mode, watched, draw, settings)
             report.say(f"    round {turn + 1}, {name}: {found[name][-1]}")
+            keep(found)
     return found
 
 
@@ -445,17 +450,24 @@ def main() -> int:
             folder.mkdir()
         pairs = zip(systems.values(), folders, strict=True)
         connectors = [SYSTEMS[system].connector(settings.pool_bytes, folder) for system, folder in pairs]
+        result |= {
+            "settings": public(settings),
+            "modes": {name: mode.title for name, mode in modes.items()},
+        }
+
+        def keep(found: dict[str, list[dict[str, Any]]]) -> None:
+            """A run that is cut off leaves what was measured."""
+            report.write_json(settings.out / "shared-pool.json", result | {"found": found})
+
         engines = start_all(settings, connectors, len(result["host"]["gpus"]))
         report.say(f"    {len(engines)} engines are up")
         try:
-            found = asyncio.run(all_rounds(engines, modes, folders, settings))
+            found = asyncio.run(all_rounds(engines, modes, folders, settings, keep))
         finally:
             with ThreadPoolExecutor(len(engines)) as pool:
                 list(pool.map(lambda each: each.shutdown(), engines))
     result |= {
-        "settings": public(settings),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
-        "modes": {name: mode.title for name, mode in modes.items()},
         "found": found,
         "ratios": compare(found),
     }

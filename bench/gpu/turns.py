@@ -36,7 +36,7 @@ from typing import Any
 
 import model
 import pictures
-from measure import Engine, differ_at_most, gaps, loaded_bytes, start, summary
+from measure import Engine, differ_at, differ_at_most, gaps, loaded_bytes, start, summary
 from pair import decode, second_client
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address, kvlane_with, plan, running
@@ -103,6 +103,7 @@ async def measure(engines: dict[str, Engine], settings: argparse.Namespace) -> d
     changed[64:96] = [(token + 1) % vocabulary for token in changed[64:96]]
     for name, engine in systems.items():
         found[name]["same_tokens"] = back[name] == kept[name]
+        found[name]["answers_differ_at"] = differ_at(kept[name], back[name])
         found[name]["control_distinct"] = len(set(kept[name])) == len(kept[name])
         found[name]["control_block_matters"] = (await engine.answer(changed, 16))[1] != kept[name][0]
     return found
