@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -119,6 +120,8 @@ def test_blocks_of_the_ssd_are_told_apart(
     engine.call("serve", requests=[("old", 20, 0)])
     until("it is on the SSD", lambda: _ssd_blocks(daemon) >= 20)
     engine.call("serve", requests=[(f"other-{index}", 20, 0) for index in range(6)], first_number=2)
+    # Blocks that are being written give no room to those that come back.
+    until("nothing is on its way to the SSD", lambda: _writes_nothing(daemon))
     with recording(daemon, tmp_path / "trace.jsonl") as made:
         assert engine.call("serve", requests=[("old", 30, 0)], first_number=9) == 20
         # While others are being written, its own blocks may make room for its new ones: then it is asked for again.
@@ -131,6 +134,13 @@ def test_blocks_of_the_ssd_are_told_apart(
         from_ssd, *_, from_ram = made.end().requests
     assert (from_ssd["ssd_blocks"], from_ssd.get("ram_blocks", 0)) == (20, 0)
     assert (from_ram["ram_blocks"], from_ram.get("ssd_blocks", 0)) == (30, 0)
+
+
+def _writes_nothing(daemon: Daemon) -> bool:
+    _, page = daemon.http("/metrics")
+    under_way = re.findall(r"^kvlane_ssd_(?:backlog_bytes|waiting_blocks)\S* (\S+)$", page, re.MULTILINE)
+    assert len(under_way) == 2
+    return not any(map(float, under_way))
 
 
 def _ssd_blocks(daemon: Daemon) -> int:
