@@ -309,6 +309,7 @@ def one_layer_ahead(
     A load may bring a prompt's last block, of which the engine computes the last token. vLLM writes that token into a
     layer's block before it calls the layer's hook. A copy that the hook waits for would overwrite the token with the
     pool's bytes."""
+    assert len({group for group, _ in awaited.values()}) <= 1, "regions of several groups have no order"
     order = sorted(awaited, key=natural_order)
     ahead = {
         name: max(awaited[name], awaited[after])

@@ -24,8 +24,10 @@ class LoadWorker(WorkerKind):
         self._loads: dict[int, LoadJob] = {}
         # Loads that run on while their request computes already.
         self._released: set[int] = set()
-        # Layers whose hook was called, by kind of step. A kind with all layers is trusted to call all hooks.
+        # Layers whose hook was called, by kind of step. A kind with all layers is trusted to call all hooks, until it
+        # once did not.
         self._seen_layers: dict[str, set[str]] = {}
+        self._distrusted: set[str] = set()
         self._step_kind: str | None = None
         self._waits_by_layer = False
         self._waited_layers: set[str] = set()
@@ -33,7 +35,7 @@ class LoadWorker(WorkerKind):
         """Released loads that this step waits for."""
 
     def attached(self) -> None:
-        self._seen_layers = {}
+        self._seen_layers, self._distrusted = {}, set()
         self._waits_by_layer = False
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
@@ -62,6 +64,9 @@ class LoadWorker(WorkerKind):
         if core is None or stream is None or not stream.awaited:
             return None
         self._step_kind = stream.step_kind()
+        if self._step_kind is not None and jobs.one_token_each:
+            # Some models compute one token in another way, without hooks.
+            self._step_kind += ", one token each"
         outstanding = self._awaited = [job for job in core.outstanding_loads() if job not in jobs.unplanned]
         if self._step_kind is not None and self._is_trusted(self._step_kind):
             if not outstanding:
@@ -77,7 +82,8 @@ class LoadWorker(WorkerKind):
 
     def _is_trusted(self, kind: str) -> bool:
         assert self._shared.stream is not None
-        return self._seen_layers.get(kind, set()) >= self._shared.stream.awaited.keys()
+        seen = self._seen_layers.get(kind, set())
+        return kind not in self._distrusted and seen >= self._shared.stream.awaited.keys()
 
     def _record_layer(self, layer_name: str) -> None:
         assert self._step_kind is not None
@@ -105,7 +111,7 @@ class LoadWorker(WorkerKind):
         assert self._step_kind is not None
         missing = self._shared.stream.awaited.keys() - self._waited_layers
         if missing:
-            self._seen_layers[self._step_kind] = set()
+            self._distrusted.add(self._step_kind)
             error = RuntimeError(
                 f"{len(missing)} layers did not wait for a load in a step of kind {self._step_kind}"
             )
