@@ -219,9 +219,10 @@ async def stream(
 
 
 async def until_saved(watched: list[str]) -> None:
-    """Until these daemons have saved what engines have computed."""
-    deadline = time.monotonic() + PATIENCE_S
-    while any(metric(watched, name) for name in SAVING):
+    """Until these daemons have saved what engines have computed: nothing is on its way three times in a row."""
+    deadline, quiet = time.monotonic() + PATIENCE_S, 0
+    while quiet < 3:
+        quiet = 0 if any(metric(watched, name) for name in SAVING) else quiet + 1
         if time.monotonic() > deadline:
             raise SystemExit(f"a daemon saves for more than {PATIENCE_S:.0f} s")
         await asyncio.sleep(0.05)
@@ -235,7 +236,10 @@ async def same_answers(engine: Engine, watched: list[str], prompts: list[list[in
         await engine.ttft(prompt)
         kept.append((await engine.answer(prompt, ANSWER))[1])
         all_but_the_end = engine.cached_tokens - CHUNK
-        await until_saved(watched)
+        if watched:
+            await until_saved(watched)
+        else:
+            await until_loaded(engine, prompt, all_but_the_end)
         await engine.forget()
         back.append((await engine.answer(prompt, ANSWER))[1])
         cached.append(engine.cached_tokens >= all_but_the_end)
@@ -339,8 +343,8 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def controls_hold(rounds: list[dict[str, Any]]) -> bool:
-    """Those of answers are of the first round."""
-    return all(each.get(name, True) for each in rounds for name in CONTROLS)
+    """Those of answers are of the first round only."""
+    return all(rounds[0][name] for name in CONTROLS) and all(each[CONTROLS[-1]] for each in rounds)
 
 
 def compare(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:

@@ -138,8 +138,9 @@ def test_blocks_of_the_ssd_are_told_apart(
 
 def _writes_nothing(daemon: Daemon) -> bool:
     _, page = daemon.http("/metrics")
-    under_way = re.findall(r"^kvlane_ssd_(?:backlog_bytes|waiting_blocks)\S* (\S+)$", page, re.MULTILINE)
-    assert len(under_way) == 2
+    names = "claimed_blocks|seal_queue_blocks|ssd_waiting_blocks|ssd_backlog_bytes"
+    under_way = re.findall(rf"^kvlane_(?:{names})\S* (\S+)$", page, re.MULTILINE)
+    assert len(under_way) == 4
     return not any(map(float, under_way))
 
 
