@@ -48,7 +48,8 @@ def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def reference(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, by_rank: bool) -> torch.Tensor:
-    """The layer of one rank's tokens, one by one. `by_rank` rounds the sum of each rank's experts."""
+    """The layer of one rank's tokens, one by one. `by_rank` rounds the sum of each rank's experts, which the ranks here
+    make. Else a product is added unrounded: a float64 holds it, and in effect its sum with a float32."""
     out = torch.zeros(len(x), HIDDEN)
     for token in range(len(x)):
         parts: dict[int, torch.Tensor] = {}
@@ -56,8 +57,9 @@ def reference(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, by_rank
             number = int(ids[token, k])
             if number >= 0:
                 holder = number // HELD if by_rank else 0
-                product = weights[token, k] * expert(number, x[token].float()).float()
-                parts[holder] = parts.get(holder, torch.zeros(HIDDEN)) + product
+                wide = torch.float32 if by_rank else torch.float64
+                product = weights[token, k].to(wide) * expert(number, x[token].float()).to(wide)
+                parts[holder] = (parts.get(holder, torch.zeros(HIDDEN)) + product).float()
         for holder in sorted(parts):
             out[token] += parts[holder].bfloat16().float() if by_rank else parts[holder]
     return out.bfloat16()

@@ -14,8 +14,8 @@ use crate::{Arrivals, MoeError, Phase, RowLayout, Shape};
 /// How combine sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sum {
-    /// The token's rank adds `weight * row` of all experts in f32, in the order of k, and rounds once. So the result does not
-    /// depend on how many ranks there are. One row for each expert comes back.
+    /// The token's rank adds `weight * row` of all experts in f32, in the order of k, by fused multiply-adds, and rounds the sum to
+    /// the element. So the result does not depend on how many ranks there are. One row for each expert comes back.
     Exact,
     /// Each rank adds those of its experts, and rounds; the token's rank adds these sums in the order of ranks, and rounds.
     /// One row for each rank comes back. In the layout of tokens the caller has added them.

@@ -160,9 +160,10 @@ class AllToAll:
         that wanted none. `y` is as `received.rows`, with rows of `hidden` elements of the all-to-all's dtype: row by
         row what became of them. In the layout `tokens` a row of `y` is the weighted sum over this rank's experts.
 
-        Sums are of float32. By default each token's are added in the order of k and rounded once, so the result does
-        not depend on the number of ranks. With `reduced`, and always in the layout `tokens` and without `exact`, each
-        rank's sum of its own experts is rounded first, and one row a token and rank comes back. All ranks say the same.
+        Sums are of float32. By default each token's are added in the order of k, by fused multiply-adds, and the last
+        is rounded to the dtype, so the result does not depend on the number of ranks. With `reduced`, and always in the
+        layout `tokens` and without `exact`, each rank's sum of its own experts is rounded first, and one row a token
+        and rank comes back. All ranks say the same.
 
         `weights`, [T, top_k] of float32, take the place of those that were dispatched. Not with `reduced`, where other
         ranks multiply.

@@ -330,8 +330,9 @@ class Buffer:
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Returns for each token of the dispatch the sum of its experts' rows in `x`, times `topk_weights`: added in
-        float32 in the order of k, rounded once. `x` is as the rows of the dispatch, of bfloat16; `topk_idx` are those
-        of the dispatch. The sums stand in `out` once the hook has returned, or else now; `x` may change then."""
+        float32 in the order of k, by fused multiply-adds, as DeepEP does. `x` is as the rows of the dispatch, of
+        bfloat16; `topk_idx` are those of the dispatch. The sums stand in `out` once the hook has returned, or else now;
+        `x` may change then."""
         if use_logfmt or zero_copy:
             raise ValueError("kvlane combines tensors of bfloat16 only: leave use_logfmt and zero_copy")
         with self._turn:

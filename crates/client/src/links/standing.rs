@@ -55,8 +55,8 @@ pub fn log_notice(notice: Option<Notice>) {
         // daemon was gone; vLLM's `kv_load_failure_policy` decides about the request. Do: read the reason, and
         // the daemon's log.
         // Log "kvlane: the daemon has not ended a load in time; the worker copies it itself (job <number>)": the
-        // daemon was stopped or ended during a load, or others keep the GPU busy; the worker copies the
-        // blocks from the shared pool. Do: look at the daemon's log, and whether engines share the GPU.
+        // daemon was stopped during a load, or others keep the GPU busy; the worker copies the blocks from the
+        // shared pool. Do: look at the daemon's log, and whether engines share the GPU.
         // Log "kvlane: the daemon does not answer; the worker gives up its saves (<count>)": the daemon was
         // silent for too long; these saves never become blocks. Do: look whether the daemon hangs or the host is
         // overloaded.
