@@ -176,6 +176,18 @@ def test_an_answer_that_takes_its_time_delays_nothing_but_its_request() -> None:
     assert engine.scheduler.matched_tokens(slow, 0) == (0, False)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "decodes"),
+    [({}, 0), ({"a": 1}, 1), ({"a": 1, "b": 1}, 2), ({"a": 1, "b": 2}, 0), ({"a": 7}, 0)],
+)
+def test_a_step_tells_of_how_many_requests_each_computes_one_token(
+    tokens: dict[str, int], decodes: int
+) -> None:
+    jobs = StepJobs()
+    Engine(FakeCore()).scheduler.plan_step(Step(num_scheduled_tokens=tokens), jobs)
+    assert jobs.decodes == decodes
+
+
 def test_a_hit_that_is_not_taken_gives_its_lease_back() -> None:
     store = FakeCore()
     engine = Engine(store)

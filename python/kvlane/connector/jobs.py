@@ -48,8 +48,8 @@ class StepJobs:
     of spinning."""
     computes: bool = True
     """The step has a forward pass."""
-    one_token_each: bool = False
-    """No request computes more than one token."""
+    decodes: int = 0
+    """The requests of a step in which each computes one token; 0 for other steps."""
     present: bytes | None = None
     """The daemon's run that the scheduler is connected to, if all loads of this step are of it."""
     gone: list[bytes] = field(default_factory=list)

@@ -268,7 +268,9 @@ class SchedulerSide:
         self._plan_runs(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
-        jobs.one_token_each = max(output.num_scheduled_tokens.values(), default=0) <= 1
+        jobs.decodes = len(output.num_scheduled_tokens)
+        if output.total_num_scheduled_tokens > jobs.decodes:
+            jobs.decodes = 0
         self._adapters.moment.at(self._clock())
         if output.num_scheduled_tokens:
             self._shared.rate.step_is_planned(self._clock(), output.num_scheduled_tokens)

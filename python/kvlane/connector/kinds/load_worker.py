@@ -64,9 +64,9 @@ class LoadWorker(WorkerKind):
         if core is None or stream is None or not stream.awaited:
             return None
         self._step_kind = stream.step_kind()
-        if self._step_kind is not None and jobs.one_token_each:
-            # Some models compute one token in another way, without hooks.
-            self._step_kind += ", one token each"
+        if self._step_kind is not None and jobs.decodes:
+            # Some models compute one token of few requests in another way, without hooks.
+            self._step_kind += f", one token of each of {jobs.decodes}"
         outstanding = self._awaited = [job for job in core.outstanding_loads() if job not in jobs.unplanned]
         if self._step_kind is not None and self._is_trusted(self._step_kind):
             if not outstanding:
