@@ -193,6 +193,16 @@ def test_a_kind_of_step_is_waited_for_as_a_whole_until_every_layer_was_seen_to_c
     assert core.waits[2:] == LAYER_BY_LAYER
 
 
+def test_one_step_has_to_call_all_hooks_before_its_kind_is_waited_for_by_layer() -> None:
+    side, core = worker(kinds=["NONE"] * 9)
+    step(side, hooks=LAYERS[:2])
+    step(side, hooks=LAYERS[2:])
+    release(side, core, 1)
+    step(side)
+    step(side)
+    assert core.waits == [(77, None), *LAYER_BY_LAYER]
+
+
 def test_a_full_graph_waits_for_everything_whatever_other_steps_do() -> None:
     side, core = worker(kinds=["PIECEWISE", None, "PIECEWISE"])
     step(side)

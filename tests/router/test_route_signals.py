@@ -171,7 +171,7 @@ def test_at_sigterm_health_says_so_at_once_and_clients_are_served_until_the_dela
     closed_by = delay + stretched(3)
     with routed(["--itl-ms", "20"], flags=("--drain-delay", str(delay), "--drain", "60")) as (router, _):
         stream = connect(router.address)
-        # It lasts longer than the port may stay open.
+        # The stream lasts longer than the port may stay open.
         tokens = round((closed_by + 1) / 0.02)
         stream.request("POST", COMPLETIONS, json_of(wanted("x", stream=True, max_tokens=tokens)))
         answer = stream.getresponse()

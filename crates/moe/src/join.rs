@@ -102,7 +102,7 @@ pub(crate) enum Kind {
     Gpu,
 }
 
-/// All ranks agree on these, beside the shape.
+/// The settings beside the shape in which ranks have to agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Terms {
     /// Whether a combine may be exact. On a GPU there is memory for it.

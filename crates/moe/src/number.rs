@@ -26,7 +26,7 @@ impl Number {
     }
 
     /// Writes the weighted sum of rows, one after the other from zero: each product is added without having been rounded, each sum
-    /// is rounded to f32, and the last one to the nearest element, ties to even. DeepEP adds so, too.
+    /// is rounded to f32, and the last one to the nearest element, ties to even. DeepEP's low-latency combine adds so, too.
     pub(crate) fn write_weighted<'a>(
         self,
         rows: impl Iterator<Item = (&'a [u8], f32)> + Clone,

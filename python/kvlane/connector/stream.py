@@ -19,4 +19,4 @@ class Stream:
     """The region that a step waits for before its first layer, or None."""
     step_kind: Callable[[], str | None]
     """How vLLM runs the forward pass of the step that begins. None if layers do not call their hooks, as in a full CUDA
-    graph. Steps of one kind call the same hooks."""
+    graph."""

@@ -24,23 +24,23 @@ class LoadWorker(WorkerKind):
         self._loads: dict[int, LoadJob] = {}
         # Loads that run on while their request computes already.
         self._released: set[int] = set()
-        # Layers whose hook was called, by kind of step. A kind with all layers is trusted to call all hooks, until it
-        # once did not.
-        self._seen_layers: dict[str, set[str]] = {}
+        # Kinds of steps of which one called every layer's hook, and those of which a later one left a hook out.
+        self._trusted: set[str] = set()
         self._distrusted: set[str] = set()
-        self._step_kind: str | None = None
-        self._waits_by_layer = False
-        self._waited_layers: set[str] = set()
+        # This step's kind, or None if nobody looks which hooks it calls.
+        self._followed_kind: str | None = None
+        # The layers whose hook this step has called.
+        self._called_layers: set[str] = set()
         self._awaited: list[int] = []
         """Released loads that this step waits for."""
 
     def attached(self) -> None:
-        self._seen_layers, self._distrusted = {}, set()
-        self._waits_by_layer = False
+        self._trusted, self._distrusted = set(), set()
+        self._followed_kind = None
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """Starts this step's loads. vLLM has zeroed new blocks before."""
-        self._waits_by_layer = False
+        self._followed_kind = None
         hook = None
         try:
             hook = self._wait_for_released(jobs) if jobs.computes else None
@@ -63,35 +63,29 @@ class LoadWorker(WorkerKind):
         core, stream = self._shared.core, self._shared.stream
         if core is None or stream is None or not stream.awaited:
             return None
-        self._step_kind = stream.step_kind()
-        if self._step_kind is not None and jobs.decodes:
+        kind = stream.step_kind()
+        if kind is not None and jobs.decodes:
             # Some models compute one token of few requests in another way, without hooks.
-            self._step_kind += f", one token of each of {jobs.decodes}"
+            kind += f", one token of each of {jobs.decodes}"
         outstanding = self._awaited = [job for job in core.outstanding_loads() if job not in jobs.unplanned]
-        if self._step_kind is not None and self._is_trusted(self._step_kind):
+        self._called_layers.clear()
+        if kind in self._trusted:
             if not outstanding:
                 return None
-            self._waited_layers.clear()
-            self._waits_by_layer = True
+            self._followed_kind = kind
             if stream.awaited_first is not None:
                 self._hold_up(stream.awaited_first)
             return self._wait_for_layer
         if outstanding:
             self._hold_up(None)
-        return self._record_layer if self._step_kind is not None else None
-
-    def _is_trusted(self, kind: str) -> bool:
-        assert self._shared.stream is not None
-        seen = self._seen_layers.get(kind, set())
-        return kind not in self._distrusted and seen >= self._shared.stream.awaited.keys()
-
-    def _record_layer(self, layer_name: str) -> None:
-        assert self._step_kind is not None
-        self._seen_layers.setdefault(self._step_kind, set()).add(layer_name)
+        if kind is None or kind in self._distrusted:
+            return None
+        self._followed_kind = kind
+        return self._called_layers.add
 
     def _wait_for_layer(self, layer_name: str) -> None:
         assert self._shared.stream is not None
-        self._waited_layers.add(layer_name)
+        self._called_layers.add(layer_name)
         # An unknown layer waits for all regions.
         self._hold_up(self._shared.stream.awaited.get(layer_name))
 
@@ -104,17 +98,18 @@ class LoadWorker(WorkerKind):
             self._shared.failures.record("waiting for a load", error, "the GPU's context is lost")
 
     def computed(self, jobs: StepJobs) -> None:
-        """Withdraws the trust in a kind of step that left a hook out."""
-        if not self._waits_by_layer:
+        """Trusts a kind of step that called all hooks. Withdraws the trust, for good, if it leaves one out."""
+        kind = self._followed_kind
+        if kind is None:
             return
         assert self._shared.stream is not None
-        assert self._step_kind is not None
-        missing = self._shared.stream.awaited.keys() - self._waited_layers
-        if missing:
-            self._distrusted.add(self._step_kind)
-            error = RuntimeError(
-                f"{len(missing)} layers did not wait for a load in a step of kind {self._step_kind}"
-            )
+        missing = self._shared.stream.awaited.keys() - self._called_layers
+        if not missing:
+            self._trusted.add(kind)
+        elif kind in self._trusted:
+            self._trusted.remove(kind)
+            self._distrusted.add(kind)
+            error = RuntimeError(f"{len(missing)} layers did not wait for a load in a step of kind {kind}")
             self._shared.failures.record(
                 "waiting for a load", error, "this step may have read blocks too early"
             )

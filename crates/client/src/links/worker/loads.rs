@@ -1,6 +1,6 @@
 //! Carries loads to their end. A promised load must not fail, so two sides can copy it: the daemon, and this process from its
-//! mapping of the pool, if the daemon cannot or is silent. Both write the same bytes, so writing twice does no harm. The second may
-//! write a prompt's last token over the engine's: the same token, whose last bits may differ.
+//! mapping of the pool, if the daemon cannot or is silent. Both write the same bytes, so writing twice does no harm. The later
+//! copy may write a prompt's last token over the engine's: the same token, whose last bits may differ.
 //!
 //! ```text
 //!   the daemon:    Pending --LoadResult--> Done                  the request resumes with the first copy that is done;
