@@ -156,6 +156,7 @@ class Engine:
         has_daemon: bool = True,
         steps_at_once: int = 1,
         empties_failed: bool = False,
+        overlapped_tokens: int | None = None,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -189,6 +190,7 @@ class Engine:
             emit_events=emit_events,
             has_daemon=has_daemon,
             takes_last_block=len(self.groups) == 1 and not self.groups[0].window_blocks,
+            overlapped_tokens=overlapped_tokens,
             empties_failed=empties_failed,
             steps_at_once=steps_at_once,
             namespaces=tuple(namespaces),

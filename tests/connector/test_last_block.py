@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import BLOCK, Engine, Request, full_group, window_group
 
-from kvlane.connector.assemble import takes_last_block
+from kvlane.connector.assemble import overlapped_tokens, takes_last_block
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.kinds.copies import CopyBlocks
 from kvlane.connector.kinds.last_block import LastBlock
@@ -103,6 +103,64 @@ def test_a_daemons_last_block_is_loaded_with_the_others_but_not_alone() -> None:
     assert promised(engine, whole("d", 1), 0) == (0, False)
     longer = Request("e", list(range(TOKENS + 1)))
     assert promised(engine, longer, 0) == (TOKENS, True)
+
+
+def test_a_long_load_with_nothing_beside_it_leaves_the_last_block_to_the_engine() -> None:
+    """A step of one token waits for all of the load, where it is a full CUDA graph and others are not."""
+    engine = Engine(FakeCore(), overlapped_tokens=TOKENS - 1)
+    cached(engine, whole())
+    shorter = whole("shorter", WHOLE - 1)
+    assert promised(engine, shorter, 0) == (TOKENS - BLOCK - 1, True)
+    engine.scheduler.request_finished(shorter, ((),))
+    longer = Request("longer", list(range(TOKENS + 1)))
+    assert promised(engine, longer, 0) == (LOCAL, True), "one token more than whole blocks"
+    engine.scheduler.request_finished(longer, ((),))
+    alone, other = whole("alone"), whole("other")
+    assert promised(engine, alone, 0) == (TOKENS - BLOCK, True)
+    assert promised(engine, other, 0) == (TOKENS - 1, True), (
+        "others may decode: their step stays a full graph"
+    )
+    assert engine.scheduler.matched_tokens(alone, 0) == (TOKENS - 1, True), (
+        "asked again, beside the other one"
+    )
+    engine.scheduler.request_finished(other, ((),))
+    assert engine.scheduler.matched_tokens(alone, 0) == (TOKENS - BLOCK, True)
+    blocks = engine.allocate(alone, TOKENS)
+    engine.scheduler.allocated(alone, blocks, TOKENS - BLOCK)
+    alone.num_computed_tokens = TOKENS - BLOCK
+    engine.step()
+    engine.step({"alone": BLOCK})
+    counted = engine.scheduler.take_stats() or {}
+    assert counted["hit_tokens"] == TOKENS - BLOCK and "errors" not in counted
+    engine.finish(alone)
+    engine.step()
+    assert references(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("decodes", "others", "tokens"),
+    [
+        ("FULL", "PIECEWISE", 10 * BLOCK),
+        ("FULL", "NONE", 10 * BLOCK),
+        ("FULL", "FULL", None),
+        ("PIECEWISE", "PIECEWISE", None),
+    ],
+)
+def test_loads_leave_the_last_block_only_where_one_token_is_computed_by_a_full_graph(
+    decodes: str, others: str, tokens: int | None
+) -> None:
+    mode = SimpleNamespace(
+        decode_mode=lambda: SimpleNamespace(name=decodes), mixed_mode=lambda: SimpleNamespace(name=others)
+    )
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    caches: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64_000_000)] * 2, num_blocks=10)
+    assert overlapped_tokens(config, caches, [full_group()], 128.0) == tokens
+    assert overlapped_tokens(config, caches, [full_group(), window_group(1, 2)], 128.0) is None
+    config.parallel_config.data_parallel_size = 2
+    assert overlapped_tokens(config, caches, [full_group()], 128.0) is None
 
 
 def test_a_prompt_of_one_block_is_copied() -> None:

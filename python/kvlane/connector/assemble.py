@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,7 @@ def build_scheduler_side(
         has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
         takes_last_block=takes_last_block(vllm_config, kv_cache_config, groups),
+        overlapped_tokens=overlapped_tokens(vllm_config, kv_cache_config, groups, settings.overlap_mb),
         empties_failed=empties_failed,
         steps_at_once=capabilities.steps_at_once(vllm_config),
         hash_seed=hash_seed,
@@ -150,6 +151,24 @@ def takes_last_block(
     # later.
     logger.info("kvlane: the last block of a prompt is computed although it is stored: %s", why)
     return False
+
+
+def overlapped_tokens(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup], least_mb: float
+) -> int | None:
+    """Tokens from which a load takes longer than a step without a full CUDA graph takes more than one with; None where
+    steps of one token and others are alike, or where a step without a full graph may not wait layer by layer."""
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    # Data-parallel ranks run without full graphs as soon as one of them does.
+    if (
+        [group.kind for group in groups] != ["full_attention"]
+        or vllm_config.parallel_config.data_parallel_size > 1
+        or mode is None
+    ):
+        return None
+    if mode.decode_mode().name != "FULL" or mode.mixed_mode().name == "FULL":
+        return None
+    return ceil(least_mb * 1e6 * groups[0].tokens_per_block / block_bytes(kv_cache_config))
 
 
 def build_direct(

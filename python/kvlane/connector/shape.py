@@ -26,6 +26,8 @@ class EngineShape:
     """Whether vLLM names multimodal inputs by their content."""
     takes_last_block: bool = False
     """Whether a hit may end one token before the prompt's end, inside its last block."""
+    overlapped_tokens: int | None = None
+    """Tokens from which a load with nothing beside it is promised without its last block; None: it never is."""
     empties_failed: bool = False
     """Whether a request whose load failed gets empty tables, because vLLM cannot be told that the load failed."""
     steps_at_once: int = 1

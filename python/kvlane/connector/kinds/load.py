@@ -176,9 +176,22 @@ class LookUpAndLoad(SchedulerKind):
             return ASK_AGAIN
         if state.hit is None:
             return NOTHING
-        tokens = min(state.hit.tokens, state.request.num_tokens - 1) - local_tokens
+        alignment = self._shared.shape.hit_alignment
+        end = min(state.hit.tokens, state.request.num_tokens - 1)
+        if state.request.num_tokens - end == 1 and self._computes_beside_its_load(end - local_tokens):
+            end = (end - 1) // alignment * alignment
+        tokens = end - local_tokens
         # A single block's last tokens are computed as fast as they are loaded.
-        return Answer(tokens) if tokens >= self._shared.shape.hit_alignment else NOTHING
+        return Answer(tokens) if tokens >= alignment else NOTHING
+
+    def _computes_beside_its_load(self, tokens: int) -> bool:
+        """Whether a request computes the tokens of a block instead of one, because its first token comes sooner so.
+
+        A step of one token is a full CUDA graph, which waits for all of the load. With more tokens each layer computes
+        as soon as its part is there. That is better for a long load with nothing beside it. Others that decode keep
+        their full graph, but for one step if they come during the load."""
+        least = self._shared.shape.overlapped_tokens
+        return least is not None and tokens >= least and len(self._shared.requests) == 1
 
     def _poll_lookup(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
         """Polls the request's lookup, or starts one. True if `state.hit` has the daemon's answer."""
