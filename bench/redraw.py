@@ -89,7 +89,7 @@ def committed() -> Iterator[Redrawn]:
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, pictures.of_the_slowest_rank(_read(result)))
-    result = gpu / "2026-11-29-two-h200-shared-pool.json"
+    result = gpu / "2026-11-30-two-h200-shared-pool.json"
     yield _bars(result.with_suffix(".png"), result, shared_pool.picture(_read(result)))
     for result in sorted(ssd.glob("*.json")):
         if (picture := pictures.goals(_read(result))) is not None:

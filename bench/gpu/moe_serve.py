@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ OF_ONE_HOST = {
 }
 
 
-async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any]:
-    """What one engine answers, and how fast."""
+async def measure(
+    engine: Engine, settings: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """What one engine answers, and how fast. `keep` gets each part as soon as it is known."""
     await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
     await engine.on_workers(model.redraw_experts, model.DEVIATION[settings.shape])
     source = random.Random(3)
@@ -77,6 +80,7 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         return found
 
     first = await answers()
+    keep({"answers": first, "control_distinct": len(set(first)) == len(first)})
     tpot: list[float] = []
     for number in range(settings.rounds + 1):
         came = await asyncio.gather(
@@ -86,23 +90,22 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         # The first round is warm-up.
         if number > 0:
             tpot += [(times[-1] - times[0]) / (len(times) - 1) for times, _ in came]
+            keep({"tpot": summary(tpot)})
     await engine.on_workers(model.begin_profile)
     await asyncio.gather(*(engine.answer(draw(settings.tokens), 16) for _ in range(settings.running)))
     kernels = (await engine.on_workers(model.end_profile))[0]
     done("kernels")
     classes, dispatches = zip(*await engine.on_workers(model.all_to_all_facts), strict=True)
-    again = await answers()
+    keep(
+        {
+            "kernels_ms": longest(kernels),
+            "classes": sorted(set().union(*classes)),
+            "dispatches_of_kvlane": list(dispatches),
+        }
+    )
+    keep({"same_again": first == await answers()})
     await engine.on_workers(model.swap_experts)
-    return {
-        "tpot": summary(tpot),
-        "answers": first,
-        "control_distinct": len(set(first)) == len(first),
-        "same_again": first == again,
-        "control_experts_matter": await answers() != first,
-        "kernels_ms": longest(kernels),
-        "classes": sorted(set().union(*classes)),
-        "dispatches_of_kvlane": list(dispatches),
-    }
+    keep({"control_experts_matter": await answers() != first})
 
 
 def longest(kernels: dict[str, tuple[float, int]], count: int = 12) -> dict[str, list[float]]:
@@ -124,15 +127,20 @@ def one(settings: argparse.Namespace) -> None:
     settings.chunk = 256
     settings.all2all_backend = BACKENDS[settings.engine]
     engine, ready = start(settings)
+    found: dict[str, Any] = {"ready_s": round(ready, 1)}
+
+    def keep(parts: dict[str, Any]) -> None:
+        found.update(parts)
+        report.write_json(settings.result, found)
+
     try:
-        found = asyncio.run(measure(engine, settings))
+        asyncio.run(measure(engine, settings, keep))
     finally:
         engine.shutdown()
-    settings.result.write_text(json.dumps({"ready_s": round(ready, 1)} | found))
 
 
 def run(settings: argparse.Namespace, engine: str, folder: Path) -> dict[str, Any] | None:
-    """None: it failed. Its log says why."""
+    """What is known of an engine. None: it failed before it answered. Its log says why."""
     environment = os.environ | ENVIRONMENT | OF_ONE_HOST | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     paths = [str(HERE)]
     if engine == "kvlane":
@@ -170,24 +178,24 @@ def run(settings: argparse.Namespace, engine: str, folder: Path) -> dict[str, An
 
 
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """kvlane's engine to the others."""
-    ours, parts = found.get("kvlane"), {}
-    for name, theirs in found.items() if ours else ():
-        if ours is None or theirs is ours:
+    """kvlane's engine to the others, as far as both are known."""
+    ours, parts = found.get("kvlane", {}), {}
+    for name, theirs in found.items():
+        if not ours or theirs is ours:
             continue
         pairs = list(zip(ours["answers"], theirs["answers"], strict=True))
-        parts[name] = {
-            "tpot_p50": round(ours["tpot"]["p50"] / theirs["tpot"]["p50"], 4),
-            "equal_answers": sum(mine == other for mine, other in pairs),
-            "of": len(pairs),
-        }
+        parts[name] = {"equal_answers": sum(mine == other for mine, other in pairs), "of": len(pairs)}
+        if "tpot" in ours and "tpot" in theirs:
+            parts[name]["tpot_p50"] = round(ours["tpot"]["p50"] / theirs["tpot"]["p50"], 4)
     return parts
 
 
 def controls_hold(found: dict[str, dict[str, Any]]) -> bool:
     """Without these the figures count for nothing."""
     for name, parts in found.items():
-        if not (parts["control_distinct"] and parts["control_experts_matter"] and parts["same_again"]):
+        if not all(
+            parts.get(control) for control in ("control_distinct", "control_experts_matter", "same_again")
+        ):
             return False
         if BACKENDS[name].startswith("deepep") and not any("DeepEP" in each for each in parts["classes"]):
             return False

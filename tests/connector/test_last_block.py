@@ -141,7 +141,7 @@ def test_a_long_load_with_nothing_beside_it_leaves_the_last_block_to_the_engine(
     ("decodes", "others", "tokens"),
     [
         ("FULL", "PIECEWISE", 10 * BLOCK),
-        ("FULL", "NONE", 10 * BLOCK),
+        ("FULL", "NONE", None),
         ("FULL", "FULL", None),
         ("PIECEWISE", "PIECEWISE", None),
     ],
@@ -156,11 +156,11 @@ def test_loads_leave_the_last_block_only_where_one_token_is_computed_by_a_full_g
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
-    caches: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64_000_000)] * 2, num_blocks=10)
-    assert overlapped_tokens(config, caches, [full_group()], 128.0) == tokens
-    assert overlapped_tokens(config, caches, [full_group(), window_group(1, 2)], 128.0) is None
+    caches: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=96_000_000)] * 2, num_blocks=10)
+    assert overlapped_tokens(config, caches, [full_group()]) == tokens
+    assert overlapped_tokens(config, caches, [full_group(), window_group(1, 2)]) is None
     config.parallel_config.data_parallel_size = 2
-    assert overlapped_tokens(config, caches, [full_group()], 128.0) is None
+    assert overlapped_tokens(config, caches, [full_group()]) is None
 
 
 def test_a_prompt_of_one_block_is_copied() -> None:

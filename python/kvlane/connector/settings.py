@@ -49,7 +49,6 @@ class Settings:
     load_stall_ms: float = 4.0
     """How long a step of other requests may wait for a load on a GPU. With more, a loaded prompt's first token comes
     earlier, and the other requests' tokens later."""
-    overlap_mb: float = 192.0
     save_decode: bool = True
     """Whether blocks that were generated, not only those of the prompt, are saved."""
     max_pinned_share: float = 0.5

@@ -1,0 +1,73 @@
+"""bench/gpu/moe_serve.py: what is kept of an engine, and how two compare. Engines are played."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+
+
+@pytest.fixture
+def moe_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("moe_serve", "measure", "systems", "model", "provenance"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("moe_serve")
+
+
+class Played:
+    """An engine whose answers are made from prompts and weights, and which ends at a call."""
+
+    rank: int | None = None
+
+    def __init__(self, ends_at: str = "") -> None:
+        self.ends_at = ends_at
+        self.swapped = 0
+
+    async def answer(self, prompt: list[int], tokens: int) -> tuple[list[float], tuple[int, ...]]:
+        return [float(each) for each in range(tokens)], tuple([prompt[0] + self.swapped] * tokens)
+
+    async def on_workers(self, function: Any, *_: Any) -> list[Any]:
+        if function.__name__ == self.ends_at:
+            raise TimeoutError(self.ends_at)
+        self.swapped += function.__name__ == "swap_experts"
+        if function.__name__ == "all_to_all_facts":
+            return [(["DeepEPLLAll2AllManager"], 3), (["DeepEPLLAll2AllManager"], 4)]
+        return [{"a_kernel": (2000.0, 3)}] * 2
+
+
+def measured(moe_serve: Any, engine: Played) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    settings = argparse.Namespace(shape="tiny", rounds=1, running=2, tokens=5, new_tokens=3)
+    if engine.ends_at:
+        with pytest.raises(TimeoutError):
+            asyncio.run(moe_serve.measure(engine, settings, kept.update))
+    else:
+        asyncio.run(moe_serve.measure(engine, settings, kept.update))
+    return kept
+
+
+def test_a_run_that_is_cut_off_keeps_answers_and_times(moe_serve: Any) -> None:
+    """One was cut off while its engine answered for the last time, and left nothing of seven minutes."""
+    kept, whole = measured(moe_serve, Played("begin_profile")), measured(moe_serve, Played())
+    assert kept["answers"] == whole["answers"] and kept["tpot"]["p50"] == 1.0
+    found = {"kvlane": kept, "deepep": whole}
+    assert moe_serve.compared(found) == {"deepep": {"equal_answers": 4, "of": 4, "tpot_p50": 1.0}}
+    assert not moe_serve.controls_hold(found), "no control has run"
+    assert moe_serve.controls_hold({"kvlane": whole, "deepep": whole})
+
+
+def test_figures_count_only_with_all_controls_and_dispatches_by_kvlane(moe_serve: Any) -> None:
+    whole = measured(moe_serve, Played())
+    assert whole["control_experts_matter"] and whole["same_again"]
+    assert not moe_serve.controls_hold({"kvlane": whole | {"control_experts_matter": False}})
+    assert not moe_serve.controls_hold({"kvlane": whole | {"dispatches_of_kvlane": [0, 4]}})
+    assert not moe_serve.controls_hold({"deepep": whole}), "kvlane's engine left nothing"
