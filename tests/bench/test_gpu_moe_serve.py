@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 
 
