@@ -131,7 +131,9 @@ def one(settings: argparse.Namespace) -> None:
 
     def keep(parts: dict[str, Any]) -> None:
         found.update(parts)
-        report.write_json(settings.result, found)
+        written = settings.result.with_suffix(".part")
+        report.write_json(written, found)
+        written.replace(settings.result)
 
     try:
         asyncio.run(measure(engine, settings, keep))

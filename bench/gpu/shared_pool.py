@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from measure import Engine, start, summary
+from measure import Engine, differ_at, start, summary
 from pictures import NAMES, NOTHING, VERSIONS, gpus
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
@@ -66,7 +66,7 @@ COMPARED, ANSWER = 4, 16
 # Tokens that a system may lack at a prompt's end.
 CHUNK = 128
 # Tokens of a compared prompt behind its last whole block: an engine computes as many after a load as after a hit in GPU
-# memory. Of a prompt of whole blocks it may compute one token or a block, by different kernels.
+# memory. Of a prompt of whole blocks it may compute one token or a block, and the last bits differ.
 BEHIND = 8
 POOL_SHARE, OWN_CACHE_PROMPTS = 0.4, 3.4
 USED, LOADED = "kvlane_pool_used_bytes", "kvlane_loaded_by_link_bytes_total"
@@ -231,23 +231,30 @@ async def until_saved(watched: list[str]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def same_answers(engine: Engine, watched: list[str], prompts: list[list[int]]) -> dict[str, bool]:
+async def same_answers(engine: Engine, watched: list[str], prompts: list[list[int]]) -> dict[str, Any]:
     """The controls of answers, of one engine. The pool has room for the prompts, and has all of each before the engine
     forgets it: else the engine would compute a part among fewer tokens, and its last bits may differ."""
     kept, back, cached = [], [], []
     for prompt in prompts:
         await engine.ttft(prompt)
-        kept.append((await engine.answer(prompt, ANSWER))[1])
-        all_but_the_end = engine.cached_tokens - CHUNK
         if watched:
+            # A block that is being saved is not copied for a hit.
             await until_saved(watched)
-        else:
-            await until_loaded(engine, prompt, all_but_the_end)
+        kept.append((await engine.answer(prompt, ANSWER))[1])
+        in_gpu = engine.cached_tokens
+        if not watched:
+            await until_loaded(engine, prompt, in_gpu - CHUNK)
         await engine.forget()
         back.append((await engine.answer(prompt, ANSWER))[1])
-        cached.append(engine.cached_tokens >= all_but_the_end)
-    distinct = len(set(kept)) == len(kept)
-    return {"same_tokens": back == kept, "control_distinct": distinct, "control_loaded": all(cached)}
+        cached.append((in_gpu, engine.cached_tokens))
+    return {
+        "same_tokens": back == kept,
+        "control_distinct": len(set(kept)) == len(kept),
+        "control_loaded": all(loaded >= in_gpu - CHUNK for in_gpu, loaded in cached),
+        # Of each prompt, where its answers differ, and how much was in GPU memory and was loaded.
+        "answers_differ_at": differ_at(kept, back),
+        "cached_tokens": cached,
+    }
 
 
 async def measure(
@@ -300,14 +307,14 @@ async def controls(
     watched: list[str],
     draw: Callable[[int, int], list[list[int]]],
     settings: argparse.Namespace,
-) -> dict[str, bool]:
-    """The controls of answers, with an empty pool and prompts of their own."""
+) -> dict[str, Any]:
+    """The controls of answers, with an empty pool and prompts of their own; `answers` has those of each engine."""
     await asyncio.gather(*map(until_loaded, engines, draw(len(engines), PROBE_TOKENS)))
     held = []
     for engine in engines:
         await engine.forget()
         held.append(await same_answers(engine, watched, draw(COMPARED, compared_tokens(settings.tokens))))
-    return {name: all(each[name] for each in held) for name in CONTROLS[:-1]}
+    return {name: all(each[name] for each in held) for name in CONTROLS[:-1]} | {"answers": held}
 
 
 async def all_rounds(

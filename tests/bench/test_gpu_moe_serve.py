@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ class Played:
         self.ends_at = ends_at
         self.swapped = 0
 
+    def shutdown(self) -> None:
+        pass
+
     async def answer(self, prompt: list[int], tokens: int) -> tuple[list[float], tuple[int, ...]]:
         return [float(each) for each in range(tokens)], tuple([prompt[0] + self.swapped] * tokens)
 
@@ -43,20 +47,24 @@ class Played:
         return [{"a_kernel": (2000.0, 3)}] * 2
 
 
-def measured(moe_serve: Any, engine: Played) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    settings = argparse.Namespace(shape="tiny", rounds=1, running=2, tokens=5, new_tokens=3)
-    if engine.ends_at:
-        with pytest.raises(TimeoutError):
-            asyncio.run(moe_serve.measure(engine, settings, kept.update))
-    else:
-        asyncio.run(moe_serve.measure(engine, settings, kept.update))
-    return kept
+def measured(moe_serve: Any, engine: Played, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the file of an engine says."""
+    result = folder / "engine.json"
+    settings = argparse.Namespace(
+        shape="tiny", rounds=1, running=2, tokens=5, new_tokens=3, engine="kvlane", result=result
+    )
+    monkeypatch.setattr(moe_serve, "start", lambda _: (engine, 1.0))
+    with pytest.raises(TimeoutError) if engine.ends_at else contextlib.nullcontext():
+        moe_serve.one(settings)
+    return dict(json.loads(result.read_text()))
 
 
-def test_a_run_that_is_cut_off_keeps_answers_and_times(moe_serve: Any) -> None:
+def test_a_run_that_is_cut_off_keeps_answers_and_times(
+    moe_serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One was cut off while its engine answered for the last time, and left nothing of seven minutes."""
-    kept, whole = measured(moe_serve, Played("begin_profile")), measured(moe_serve, Played())
+    kept = measured(moe_serve, Played("begin_profile"), tmp_path, monkeypatch)
+    whole = measured(moe_serve, Played(), tmp_path, monkeypatch)
     assert kept["answers"] == whole["answers"] and kept["tpot"]["p50"] == 1.0
     found = {"kvlane": kept, "deepep": whole}
     assert moe_serve.compared(found) == {"deepep": {"equal_answers": 4, "of": 4, "tpot_p50": 1.0}}
@@ -64,8 +72,10 @@ def test_a_run_that_is_cut_off_keeps_answers_and_times(moe_serve: Any) -> None:
     assert moe_serve.controls_hold({"kvlane": whole, "deepep": whole})
 
 
-def test_figures_count_only_with_all_controls_and_dispatches_by_kvlane(moe_serve: Any) -> None:
-    whole = measured(moe_serve, Played())
+def test_figures_count_only_with_all_controls_and_dispatches_by_kvlane(
+    moe_serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measured(moe_serve, Played(), tmp_path, monkeypatch)
     assert whole["control_experts_matter"] and whole["same_again"]
     assert not moe_serve.controls_hold({"kvlane": whole | {"control_experts_matter": False}})
     assert not moe_serve.controls_hold({"kvlane": whole | {"dispatches_of_kvlane": [0, 4]}})

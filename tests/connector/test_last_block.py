@@ -115,6 +115,15 @@ def test_a_long_load_with_nothing_beside_it_leaves_the_last_block_to_the_engine(
     longer = Request("longer", list(range(TOKENS + 1)))
     assert promised(engine, longer, 0) == (LOCAL, True), "one token more than whole blocks"
     engine.scheduler.request_finished(longer, ((),))
+    partly = whole("partly")
+    assert promised(engine, partly, BLOCK) == (TOKENS - 1 - BLOCK, True), (
+        "the engine has a block: the load is shorter"
+    )
+    engine.scheduler.request_finished(partly, ((),))
+    shows = whole("shows")
+    shows.mm_features = [SimpleNamespace(identifier="an-image")]
+    assert promised(engine, shows, 0) == (TOKENS - 1, True), "an image could have to be encoded again"
+    engine.scheduler.request_finished(shows, ((),))
     alone, other = whole("alone"), whole("other")
     assert promised(engine, alone, 0) == (TOKENS - BLOCK, True)
     assert promised(engine, other, 0) == (TOKENS - 1, True), (
@@ -153,13 +162,18 @@ def test_loads_leave_the_last_block_only_where_one_token_is_computed_by_a_full_g
         decode_mode=lambda: SimpleNamespace(name=decodes), mixed_mode=lambda: SimpleNamespace(name=others)
     )
     config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=BLOCK + 1),
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     caches: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=96_000_000)] * 2, num_blocks=10)
     assert overlapped_tokens(config, caches, [full_group()]) == tokens
     assert overlapped_tokens(config, caches, [full_group(), window_group(1, 2)]) is None
     config.parallel_config.data_parallel_size = 2
+    assert overlapped_tokens(config, caches, [full_group()]) is None
+    config.parallel_config.data_parallel_size = 1
+    config.compilation_config.max_cudagraph_capture_size = BLOCK
+    assert overlapped_tokens(config, caches, [full_group()]) is None, "a block and a token have no graph"
+    config.compilation_config.cudagraph_mode = None
     assert overlapped_tokens(config, caches, [full_group()]) is None
 
 

@@ -13,6 +13,8 @@ import pytest
 from engine import BLOCK, Engines, InProcessEngine, engines, prompt
 from stores import DaemonStore
 
+from kvlane.connector import assemble
+
 pytestmark = pytest.mark.old_vllm
 
 TOKENS = 10 * BLOCK
@@ -96,6 +98,33 @@ def test_the_last_block_is_loaded_with_the_others(engine: InProcessEngine, store
     wrong, cached = engine.generate(prompt(1, TOKENS), 24)
     assert cached == TOKENS - 1 and wrong != truth
     assert engine.errors() == 0
+
+
+def test_a_request_that_loads_alone_computes_its_last_block(
+    start: Engines, store: DaemonStore, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines with CUDA graphs do for long loads; engines on CPUs have no graphs, so the length is given here."""
+    monkeypatch.setattr(assemble, "overlapped_tokens", lambda *_: TOKENS - 1)
+    store.drop_all()
+    engine = start(model)
+    truth, _ = engine.generate(prompt(1, TOKENS), 24)
+    shorter, _ = engine.generate(prompt(2, TOKENS - BLOCK), 24)
+    for _ in range(2):
+        engine.forget()
+        store.settle()
+        assert engine.generate(prompt(1, TOKENS), 24) == (truth, TOKENS - BLOCK)
+        engine.drain()
+    assert engine.generate(prompt(2, TOKENS - BLOCK), 24) == (shorter, TOKENS - BLOCK - 1)
+    engine.drain()
+    engine.forget()
+    names = [engine.add(prompt(1, TOKENS), 24), engine.add(prompt(2, TOKENS - BLOCK), 24)]
+    outputs = engine.run()
+    assert [list(outputs[name].outputs[0].token_ids) for name in names] == [truth, shorter]
+    assert [outputs[name].num_cached_tokens for name in names] == [TOKENS - 1, TOKENS - BLOCK - 1], (
+        "neither is alone"
+    )
+    engine.drain()
+    assert store.lease_count() == 0 and engine.books()[1] == 0 and engine.errors() == 0
 
 
 def test_samples_of_one_prompt_and_others_beside_them_are_answered_as_alone(

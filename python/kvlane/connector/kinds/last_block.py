@@ -7,7 +7,8 @@ beside requests that decode keep the whole step from running as a full CUDA grap
     vLLM        hit       hit             computes all of it
     kvlane      hit       hit             copied from the cached block, only its last token is computed
 
-A prompt whose blocks are loaded (`load`), or handed over (`direct_land`), computes one token in the same way.
+A prompt whose blocks are loaded (`load`), or handed over (`direct_land`), computes one token in the same way, but for
+long loads of a request that is alone (`load`).
 """
 
 from __future__ import annotations

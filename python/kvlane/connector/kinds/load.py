@@ -24,6 +24,7 @@ from kvlane.connector.vllm_protocols import (
     Block,
     Request,
     SchedulerOutput,
+    features,
     traceparent,
     transfer_params,
     waits_for_its_load,
@@ -178,20 +179,27 @@ class LookUpAndLoad(SchedulerKind):
             return NOTHING
         alignment = self._shared.shape.hit_alignment
         end = min(state.hit.tokens, state.request.num_tokens - 1)
-        if state.request.num_tokens - end == 1 and self._computes_beside_its_load(end - local_tokens):
+        if state.request.num_tokens - end == 1 and self._computes_beside_its_load(state, end - local_tokens):
             end = (end - 1) // alignment * alignment
         tokens = end - local_tokens
         # A single block's last tokens are computed as fast as they are loaded.
         return Answer(tokens) if tokens >= alignment else NOTHING
 
-    def _computes_beside_its_load(self, tokens: int) -> bool:
-        """Whether a request computes the tokens of a block instead of one, because its first token comes sooner so.
+    def _computes_beside_its_load(self, state: RequestState, tokens: int) -> bool:
+        """Whether a request that loads so many tokens computes a block of tokens instead of one, because its first
+        token comes sooner so.
 
         A step of one token is a full CUDA graph, which waits for all of the load. With more tokens each layer computes
-        as soon as its part is there. That is better for a long load with nothing beside it. Others that decode keep
-        their full graph, but for one step if they come during the load."""
+        as soon as its part is there. That is better for a long load while the engine has no other request. Others that
+        decode keep their full graph, but for one step if they come during the load. An image in the block would be
+        encoded again."""
         least = self._shared.shape.overlapped_tokens
-        return least is not None and tokens >= least and len(self._shared.requests) == 1
+        return (
+            least is not None
+            and tokens >= least
+            and len(self._shared.requests) == 1
+            and not features(state.request)
+        )
 
     def _poll_lookup(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
         """Polls the request's lookup, or starts one. True if `state.hit` has the daemon's answer."""
