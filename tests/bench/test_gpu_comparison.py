@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 
 
 @pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("compare", "measure", "systems", "model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("compare")
+def compare(gpu_script: Callable[[str], Any]) -> Any:
+    return gpu_script("compare")
 
 
 def timed(p50: float, p99: float | None = None) -> dict[str, float]:
@@ -164,12 +161,9 @@ def test_a_series_goes_on_when_one_engine_fails(compare: Any, tmp_path: Path) ->
 
 
 def test_what_a_connector_adds_is_told_beside_how_much_engines_of_one_kind_differ(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu_script: Callable[[str], Any],
 ) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("hits", "turns", "pair", "measure", "systems", "model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    hits = importlib.import_module("hits")
+    hits = gpu_script("hits")
     rounds = [
         {"none 1": [10.0, 12.0], "kvlane 1": [12.0, 12.0], "none 2": [15.0, 15.0], "kvlane 2": [13.0, 13.0]},
         {"none 1": [11.0, 11.0], "kvlane 1": [12.0, 99.0], "none 2": [15.0, 15.0], "kvlane 2": [13.0, 13.0]},

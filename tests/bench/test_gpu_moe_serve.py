@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
-
 
 @pytest.fixture
-def moe_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("moe_serve", "measure", "systems", "model", "provenance"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("moe_serve")
+def moe_serve(gpu_script: Callable[[str], Any]) -> Any:
+    return gpu_script("moe_serve")
 
 
 class Played:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 
 
 @pytest.fixture
-def restart(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("restart", "compare", "measure", "systems", "model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("restart")
+def restart(gpu_script: Callable[[str], Any]) -> Any:
+    return gpu_script("restart")
 
 
 def result(restart: Any, *failed: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
-MINE = {path.stem for path in FOLDER.glob("*.py")}
+
 GPU = "NVIDIA H200, 570.133.20"
 TINY = ["--shape", "tiny"]
 # Script, the file that it writes, and its arguments.
@@ -126,7 +126,7 @@ class Played:
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_script: Callable[[str], Any]) -> Iterator[Path]:
     """A folder under git on a host with one GPU; gives the folder of its programs."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -138,9 +138,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MINE:
-        monkeypatch.delitem(sys.modules, name, raising=False)
     before = dict(os.environ)
     os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -51,8 +51,8 @@ _DRAFTERS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """vLLM's methods of speculative decoding that look tokens up and keep no blocks."""
 
 _OVERLAPPED_BYTES = 192e6
-"""Of one rank. They take 3.5 ms on a link of 55 GB/s. A step of a block, by piecewise CUDA graphs, took 0.4 to 4 ms
-longer than one of a token with a full graph (bench/gpu/results, hits in GPU memory beside no connector)."""
+"""A rank loads so many bytes in 3.5 ms on a link of 55 GB/s. A step of a block, by piecewise CUDA graphs, took 0.4 to
+4 ms longer than one of a token with a full graph (bench/gpu/results, hits in GPU memory beside no connector)."""
 
 
 def build_scheduler_side(
@@ -160,8 +160,8 @@ def takes_last_block(
 def overlapped_tokens(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]
 ) -> int | None:
-    """Tokens of `_OVERLAPPED_BYTES`. None where steps of one token and of a block are alike, where a step of a block
-    has no graphs at all, and where it may not wait layer by layer."""
+    """How many tokens have `_OVERLAPPED_BYTES`. None where steps of one token and of a block are alike, where a step of
+    a block has no graphs at all, and where it may not wait layer by layer."""
     compilation = vllm_config.compilation_config
     mode = getattr(compilation, "cudagraph_mode", None)
     # Data-parallel ranks run without full graphs as soon as one of them does.
@@ -173,7 +173,7 @@ def overlapped_tokens(
         return None
     if (mode.decode_mode().name, mode.mixed_mode().name) != ("FULL", "PIECEWISE"):
         return None
-    # A block and a token: what is computed of a prompt that is one token longer than its blocks.
+    # A prompt that is one token longer than its blocks computes a block and that token.
     if (compilation.max_cudagraph_capture_size or 0) <= groups[0].tokens_per_block:
         return None
     return ceil(_OVERLAPPED_BYTES * groups[0].tokens_per_block / block_bytes(kv_cache_config))

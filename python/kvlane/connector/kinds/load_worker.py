@@ -27,7 +27,7 @@ class LoadWorker(WorkerKind):
         # Kinds of steps of which one called every layer's hook, and those of which a later one left a hook out.
         self._trusted: set[str] = set()
         self._distrusted: set[str] = set()
-        # This step's kind, or None if nobody looks which hooks it calls.
+        # The kind of this step, or None if nobody looks which hooks it calls.
         self._followed_kind: str | None = None
         # The layers whose hook this step has called.
         self._called_layers: set[str] = set()
