@@ -91,7 +91,10 @@ class Wire:
 
     def ask(self, body: int, content: bytes = b"") -> tuple[int, Message]:
         """Sends a request and answers the kind of the reply and its fields."""
-        self.socket.sendall(frame(fields((1, 7), (body, content))))
+        try:
+            self.socket.sendall(frame(fields((1, 7), (body, content))))
+        except BrokenPipeError as error:
+            raise Closed from error
         return self.reply()
 
     def refused(self, body: int, content: bytes = b"") -> tuple[int, str]:
