@@ -27,7 +27,7 @@ from typing import Any
 
 import model
 import pictures
-from measure import differ_at_most
+from measure import CONTROLS, differ_at_most
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
 
@@ -122,7 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=2_000, help="added to it (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="warm rounds (default %(default)s)")
     parser.add_argument("--decodes", type=int, default=8, help="running requests (default %(default)s)")
-    parser.add_argument("--decode-tokens", type=int, default=400, help="of each (default %(default)s)")
+    parser.add_argument("--decode-tokens", type=int, default=750, help="of each (default %(default)s)")
     parser.add_argument("--decode-rounds", type=int, default=2, help="default %(default)s")
     parser.add_argument("--rate", type=float, default=4.0, help="prompts a second (default %(default)s)")
     parser.add_argument(
@@ -313,9 +313,8 @@ def _controls_hold(runs: list[Run]) -> bool:
     """Every system's answers and bytes; said if not."""
     wrong = []
     for run in runs:
-        controls = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
         wrong += [
-            f"{run.system}, {run.mode}: {name} is false" for name in controls if run.found.get(name) is False
+            f"{run.system}, {run.mode}: {name} is false" for name in CONTROLS if run.found.get(name) is False
         ]
         differ = run.found.get("loaded_blocks_that_differ", 0)
         if differ and differ > differ_at_most(run.found["cold"]["count"], run.found):

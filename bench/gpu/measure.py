@@ -13,7 +13,8 @@
 
 Controls, without which equal answers prove nothing: every prompt has its own answer, one changed block changes the
 answer, and of each prompt that is to come from the system vLLM says that it was not computed. Before each check of
-bytes the GPU's blocks are poisoned; what is loaded is compared with what was computed.
+bytes the GPU's blocks are poisoned; what is loaded is compared with what was computed. Running requests have to last
+until the prompts beside them have their first tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ import model
 
 POISON = 0xA5
 RESET_PATIENCE_S = 20.0
-
+# What has to be true of each engine, where it was measured.
+CONTROLS = (
+    "same_tokens",
+    "control_distinct",
+    "control_block_matters",
+    "control_loaded",
+    "control_decodes_last",
+)
 
 # Settings that only some scripts have, and vLLM's names of them.
 OPTIONS = {
@@ -207,7 +215,8 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         for name in ("in_gpu", "warm"):
             if name == "warm":
                 await engine.forget()
-            between, came = await gaps(engine, settings, prompts, draw)
+            between, came, lasted = await gaps(engine, settings, prompts, draw)
+            found["control_decodes_last"] = found.get("control_decodes_last", True) and lasted
             found.setdefault(f"decode_{name}", []).append(summary(between))
             found.setdefault(f"beside_decode_{name}", []).append(summary(came))
     await engine.forget()
@@ -259,8 +268,9 @@ def differ_at_most(prompts: int, found: dict[str, Any]) -> int:
 
 async def gaps(
     engine: Engine, settings: argparse.Namespace, prompts: list[list[int]], draw: Any
-) -> tuple[list[float], list[float]]:
-    """Gaps between the tokens of running requests while the prompts come in, and TTFT of the prompts."""
+) -> tuple[list[float], list[float], bool]:
+    """Gaps between the tokens of running requests while the prompts come in, TTFT of the prompts, and whether all these
+    requests ran until the prompts had their tokens."""
     begun = [asyncio.Event() for _ in range(settings.decodes)]
 
     async def decode(index: int) -> list[float]:
@@ -278,9 +288,11 @@ async def gaps(
         await asyncio.sleep(1.5)
     last = (time.perf_counter() - begun_at) * 1e3
     between: list[float] = []
+    lasted = True
     for times in await asyncio.gather(*running):
+        lasted = lasted and times[-1] >= last
         between += [b - a for a, b in itertools.pairwise(times) if first <= b <= last]
-    return between, came
+    return between, came, lasted
 
 
 async def arrivals(engine: Engine, prompts: list[list[int]], rate: float) -> list[float]:

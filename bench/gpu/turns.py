@@ -36,7 +36,7 @@ from typing import Any
 
 import model
 import pictures
-from measure import Engine, differ_at, differ_at_most, gaps, loaded_bytes, start, summary
+from measure import CONTROLS, Engine, differ_at, differ_at_most, gaps, loaded_bytes, start, summary
 from pair import decode, second_client
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address, kvlane_with, plan, running
@@ -142,7 +142,8 @@ async def busy(
         elif what == "in_gpu":
             for prompt in prompts:
                 await engine.ttft(prompt)
-        between, came = await gaps(engine, settings, asked, draw)
+        between, came, lasted = await gaps(engine, settings, asked, draw)
+        found["control_decodes_last"] = found.get("control_decodes_last", True) and lasted
         found.setdefault(f"busy_{what}", []).append(summary(between))
         if came:
             found.setdefault(f"busy_{what}_ttft", []).append(summary(came))
@@ -283,8 +284,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     ]
     for name, parts in found.items():
         cells = [" ".join(f"{each['p50']:.1f}" for each in parts.get(part, [])) for part in PARTS]
-        controls = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
-        held = [str(parts.get(key)) for key in controls]
+        held = [str(parts.get(key)) for key in CONTROLS]
         lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(held)} |")
     lines += busy_table(found)
     for name, parts in found.items():
@@ -320,8 +320,7 @@ PARTS = ("cold", "in_gpu", "longer_in_gpu", "warm", "longer_warm")
 
 def controls_hold(found: dict[str, dict[str, Any]]) -> bool:
     """As in compare.py."""
-    names = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
-    return all(parts.get(name, True) for parts in found.values() for name in names) and all(
+    return all(parts.get(name, True) for parts in found.values() for name in CONTROLS) and all(
         parts.get("loaded_blocks_that_differ", 0) <= differ_at_most(parts["cold"][0]["count"], parts)
         for parts in found.values()
     )

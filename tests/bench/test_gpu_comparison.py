@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +84,7 @@ def test_what_was_not_measured_is_no_figure(compare: Any, tmp_path: Path) -> Non
         {"control_block_matters": False},
         # LMCache's connector inside a CPU engine loads nothing, and answers alike: all is computed.
         {"control_loaded": False},
+        {"control_decodes_last": False},
         {"loaded_blocks_that_differ": 9},
         {"loaded_blocks_that_differ": 33, "kv_cache_groups": 4},
     ],
@@ -173,3 +176,25 @@ def test_what_a_connector_adds_is_told_beside_how_much_engines_of_one_kind_diffe
     assert found["kvlane_adds_ms"] == pytest.approx((12 + 13) / 2 - (11 + 15) / 2)
     assert found["same_kind_differs_by_ms"] == {"none": 4.0, "kvlane": 1.0}
     assert found["kvlane_adds_by_round_ms"] == [12.5 - 13.5, 13.0 - 13.0]
+
+
+class Decoding:
+    """Answers at once, with a token a millisecond."""
+
+    async def answer(self, _: list[int], tokens: int) -> tuple[list[float], tuple[int, ...]]:
+        return [float(token) for token in range(tokens)], (0,) * tokens
+
+    async def ttft(self, _: list[int]) -> float:
+        return 30.0
+
+
+def test_decodes_have_to_last_while_prompts_come_beside_them(gpu_script: Callable[[str], Any]) -> None:
+    """Ten prompts took longer than decodes of 500 tokens, so the last ones came to an engine that had nothing else."""
+    measure = gpu_script("measure")
+
+    def lasted(tokens: int) -> bool:
+        settings = SimpleNamespace(decodes=2, decode_tokens=tokens, rate=50.0)
+        return asyncio.run(measure.gaps(Decoding(), settings, [[1], [2]], lambda count: [0] * count))[2]
+
+    assert lasted(60_000)
+    assert not lasted(500)
