@@ -39,9 +39,9 @@ STOPPED_SECONDS = 4 * LOOKUP_SECONDS
 
 
 def asked(number: int) -> list[int]:
-    """One of the prompts: some share their beginning."""
+    """One of the prompts: some share their beginning, and every other one has whole blocks only."""
     family = prompt(1000 + number // 3, 4 * BLOCK)
-    return family + prompt(2000 + number, (1 + number % 5) * BLOCK + 7)
+    return family + prompt(2000 + number, (1 + number % 5) * BLOCK + 7 * (number % 2))
 
 
 @pytest.fixture(scope="module")

@@ -102,14 +102,14 @@ def write_adapter(folder: Path, seed: int, alpha: int = 16) -> None:
         time.sleep(0.05)
 
 
-def ask(engine: InProcessEngine, adapter: Any, seed: int) -> tuple[list[int], int]:
+def ask(engine: InProcessEngine, adapter: Any, seed: int, tokens: int = 300) -> tuple[list[int], int]:
     """An answer with an adapter, and how many tokens of the prompt came from a cache."""
     from vllm import SamplingParams
 
     name = f"adapted-{next(engine._names)}"
     parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.llm.llm_engine.add_request(
-        name, {"prompt_token_ids": prompt(seed)}, parameters, lora_request=adapter
+        name, {"prompt_token_ids": prompt(seed, tokens)}, parameters, lora_request=adapter
     )
     output = engine.run()[name]
     return list(output.outputs[0].token_ids), output.num_cached_tokens
@@ -132,6 +132,15 @@ def test_an_adapter_overwritten_while_loaded_leaves_no_blocks_to_the_new_one(
     assert cached == 0 and old != plain, "the adapter would not be noticed"
     engine.forget()
     assert ask(engine, adapter, 1) == (old, 288)
+    # A prompt of whole blocks, of which the engine computes the last token: beside the same one without the adapter.
+    without, _ = engine.generate(prompt(3, 288))
+    tuned, cached = ask(engine, adapter, 3, 288)
+    assert cached == 0 and tuned != without
+    engine.drain()
+    assert ask(engine, adapter, 3, 288) == (tuned, 287)
+    assert engine.generate(prompt(3, 288)) == (without, 287)
+    engine.forget()
+    assert ask(engine, adapter, 3, 288) == (tuned, 287)
     write_adapter(folder, 2)
     old, cached = ask(engine, adapter, 2)
     assert cached == 0

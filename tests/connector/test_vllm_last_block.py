@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from engine import BLOCK, Engines, InProcessEngine, engines, prompt
 from stores import DaemonStore
+from trainer import retrain
 
 from kvlane.connector import assemble
+from kvlane.connector.kinds.copies import CopyBlocks
 
 pytestmark = pytest.mark.old_vllm
 
@@ -167,6 +169,56 @@ def test_aborts_and_resets_leave_nothing_pinned(engine: InProcessEngine) -> None
     assert engine.generate(prompt(1, TOKENS), 8)[0] == truth
     engine.drain()
     assert engine.books()[1] == 0
+
+
+@pytest.mark.parametrize("how", ["sleep", "pause abort", "pause keep", "reset"])
+def test_vllm_sleeps_pauses_and_resets_while_a_block_is_copied(engine: InProcessEngine, how: str) -> None:
+    (copies,) = (kind for kind in engine.connector._scheduler.kinds if isinstance(kind, CopyBlocks))
+    truth, _ = engine.generate(prompt(1, TOKENS), 8)
+    for _ in range(3):
+        engine.drain()
+        name = engine.add(prompt(1, TOKENS), 8)
+        while not any(copies.pinned()):
+            assert engine.llm.llm_engine.has_unfinished_requests(), "nothing was copied"
+            engine.llm.llm_engine.step()
+        if how == "sleep":
+            engine.llm.sleep(level=1)
+            engine.llm.wake_up()
+        elif how == "reset":
+            assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        else:
+            engine.core.pause_scheduler(how.removeprefix("pause "))
+            engine.core.resume_scheduler()
+        if how in ("sleep", "pause abort"):
+            # vLLM tells its frontend only when that is another process.
+            engine.llm.llm_engine.abort_request([name])
+            engine.run()
+        else:
+            assert list(engine.run()[name].outputs[0].token_ids) == truth
+        assert engine.generate(prompt(1, TOKENS), 8)[0] == truth
+    engine.drain()
+    assert engine.books()[1] == 0
+    assert engine.errors() == 0
+
+
+def test_new_weights_copy_and_load_blocks_of_their_own(
+    start: Engines, store: DaemonStore, model: Path
+) -> None:
+    store.drop_all()
+    engine = start(model)
+    former: list[int] = []
+    for factor in (1.0, 1.5):
+        retrain(engine, factor)
+        truth, cached = engine.generate(prompt(1, TOKENS), 24)
+        assert cached == 0 and truth != former
+        engine.drain()
+        assert engine.generate(prompt(1, TOKENS), 24) == (truth, TOKENS - 1), "copied"
+        engine.forget()
+        store.settle()
+        assert engine.generate(prompt(1, TOKENS), 24) == (truth, TOKENS - 1), "loaded"
+        former = truth
+    assert engine.counted["copied_last_blocks"] == 2
+    assert engine.errors() == 0
 
 
 def test_a_full_engine_goes_on(start: Engines, store: DaemonStore, model: Path) -> None:

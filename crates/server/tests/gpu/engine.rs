@@ -301,6 +301,12 @@ impl GpuEngine {
         self.heard.push(heard);
     }
 
+    /// Whether a load was released or has ended by now.
+    pub fn is_usable(&mut self, job: u64) -> bool {
+        self.heard.extend(self.worker.poll());
+        self.heard.iter().any(|heard| heard.job == job)
+    }
+
     /// Whether a load that has ended was released before.
     pub fn was_released(&self, job: u64) -> bool {
         self.heard.iter().any(|heard| heard.job == job && heard.kind == JobKind::Released)

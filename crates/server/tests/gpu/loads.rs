@@ -1,6 +1,8 @@
 //! Saves and loads, of healthy daemons and of one that is killed or stopped.
 
-use kvlane_client::{JobKind, Promises, Release};
+use std::time::{Duration, Instant};
+
+use kvlane_client::{Hit, JobKind, Promises, Release};
 use kvlane_gpu::{Priority, RailOptions, Stream};
 use kvlane_proto::Address;
 
@@ -307,6 +309,53 @@ fn a_load_beside_other_requests_is_released_when_it_is_near() {
     assert!(engine.end(job).ok);
     drop(engine);
     daemon.stop();
+}
+
+/// Beside requests that decode, with a link on which a load takes ten steps. The step that computes with a load waits for it, and
+/// with it the decodes.
+#[test]
+fn loads_that_are_released_when_they_are_near_stall_few_decodes() {
+    if is_real() {
+        return skip("stalls beside a slow link", "a real link cannot be made slow");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start_slow(&address, VERY_SLOW);
+    let mut engine = GpuEngine::new(&address, "engine", &driver());
+    engine.compute_and_save(&address, 0, 0..many(), 60);
+    let hit = engine.look_up(0, many());
+    // A prediction needs a load and steps to learn from.
+    let before = engine.start_load(&hit, 20..20 + many(), Release::AtEnd);
+    assert!(engine.end(before).ok);
+    let at_once = stalled(&mut engine, &hit, Release::AtOnce);
+    let when_near = stalled(&mut engine, &hit, Release::WhenNear);
+    assert!(at_once > 10 * when_near, "at once {at_once:?}, when near {when_near:?}");
+    drop(engine);
+    daemon.stop();
+}
+
+/// How long the steps of an engine waited for five loads.
+fn stalled(engine: &mut GpuEngine, hit: &Hit, release: Release) -> Duration {
+    let mut stalled = Duration::ZERO;
+    for _ in 0..5 {
+        let job = engine.start_load(hit, 10..10 + many(), release);
+        loop {
+            engine.worker.step_begins(true, Promises::default());
+            let computes_with_it = engine.is_usable(job);
+            let began = Instant::now();
+            if computes_with_it {
+                engine.wait_for_loads(None);
+                engine.stream.synchronize().unwrap();
+                stalled += began.elapsed();
+                break;
+            }
+            // The decodes of this step.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert!(engine.end(job).ok);
+        engine.assert_holds(10..10 + many(), 60);
+    }
+    stalled
 }
 
 #[test]
