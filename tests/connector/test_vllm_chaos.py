@@ -165,9 +165,8 @@ def test_no_request_is_lost_whatever_becomes_of_the_daemon(
                 f"{moment:12} " + "  ".join(f"{fault} {chaos.met[moment, fault]:4}" for fault in FAULTS)
                 for moment in MOMENTS
             )
-            counted = {
-                name: int(engine.counted[name]) for name in ("hit_tokens", "load_blocks", "failed_loads")
-            }
+            names = ("hit_tokens", "load_blocks", "copied_last_blocks", "failed_loads")
+            counted = {name: int(engine.counted[name]) for name in names}
             print(f"{ended} requests, {len(failed)} failed, {len(wrong)} wrong; {counted}\n{table}")
             assert not failed and not wrong, (failed[:5], wrong[:5])
             assert engine.counted["hit_tokens"] > 0
