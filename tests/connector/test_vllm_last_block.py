@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine import BLOCK, Engines, InProcessEngine, engines, prompt
 from stores import DaemonStore
-from trainer import retrain
+from trainer import interrupt, retrain
 
 from kvlane.connector import assemble
 from kvlane.connector.kinds.copies import CopyBlocks
@@ -181,20 +181,10 @@ def test_vllm_sleeps_pauses_and_resets_while_a_block_is_copied(engine: InProcess
         while not any(copies.pinned()):
             assert engine.llm.llm_engine.has_unfinished_requests(), "nothing was copied"
             engine.llm.llm_engine.step()
-        if how == "sleep":
-            engine.llm.sleep(level=1)
-            engine.llm.wake_up()
-        elif how == "reset":
-            assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        else:
-            engine.core.pause_scheduler(how.removeprefix("pause "))
-            engine.core.resume_scheduler()
-        if how in ("sleep", "pause abort"):
-            # vLLM tells its frontend only when that is another process.
-            engine.llm.llm_engine.abort_request([name])
-            engine.run()
-        else:
-            assert list(engine.run()[name].outputs[0].token_ids) == truth
+        interrupt(engine, how, [name])
+        outputs = engine.run()
+        if how in ("pause keep", "reset"):
+            assert list(outputs[name].outputs[0].token_ids) == truth
         assert engine.generate(prompt(1, TOKENS), 8)[0] == truth
     engine.drain()
     assert engine.books()[1] == 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine import Make, engines, prompt
 from stores import DaemonStore, FakeStore
-from trainer import name_them, retrain, train
+from trainer import interrupt, name_them, retrain, train
 
 from kvlane.connector import weights
 
@@ -148,17 +148,7 @@ def test_vllm_pauses_sleeps_and_resets_with_saves_under_way(
         while engine.llm.llm_engine.has_unfinished_requests() and not saves.pinned_blocks:
             engine.llm.llm_engine.step()
         under_way += saves.pinned_blocks > 0
-        if how == "sleep":
-            engine.llm.sleep(level=1)
-            engine.llm.wake_up()
-        elif how == "reset":
-            assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        else:
-            engine.core.pause_scheduler(how.removeprefix("pause "))
-            engine.core.resume_scheduler()
-        if how in ("sleep", "pause abort"):
-            # vLLM tells its frontend only when that is another process.
-            engine.llm.llm_engine.abort_request(names)
+        interrupt(engine, how, names)
         assert saves.pinned_blocks == 0
         # Later requests overwrite the blocks; in some modes those are the same requests again.
         engine.add(prompt(100 + 4 * turn + 3, 900), 4)

@@ -36,3 +36,19 @@ def retrain_amid_requests(engine: InProcessEngine, factor: float) -> None:
     """New weights; vLLM keeps its blocks, since requests run, and resets the connector all the same."""
     engine.llm.collective_rpc(functools.partial(train, factor=factor))
     assert not engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+def interrupt(engine: InProcessEngine, how: str, names: list[str]) -> None:
+    """Calls vLLM's `sleep`, `pause abort`, `pause keep` or `reset`. The first two abort the requests of these names;
+    the others go on with them."""
+    if how == "sleep":
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+    elif how == "reset":
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    else:
+        engine.core.pause_scheduler(how.removeprefix("pause "))
+        engine.core.resume_scheduler()
+    if how in ("sleep", "pause abort"):
+        # vLLM tells its frontend only when that is another process.
+        engine.llm.llm_engine.abort_request(names)
