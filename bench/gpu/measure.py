@@ -34,7 +34,7 @@ import model
 
 POISON = 0xA5
 RESET_PATIENCE_S = 20.0
-# What has to be true of each engine, where it was measured.
+# Facts that have to be true of each engine, where they were measured.
 CONTROLS = (
     "same_tokens",
     "control_distinct",
@@ -215,8 +215,7 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
         for name in ("in_gpu", "warm"):
             if name == "warm":
                 await engine.forget()
-            between, came, lasted = await gaps(engine, settings, prompts, draw)
-            found["control_decodes_last"] = found.get("control_decodes_last", True) and lasted
+            between, came = await gaps(engine, settings, prompts, draw, found)
             found.setdefault(f"decode_{name}", []).append(summary(between))
             found.setdefault(f"beside_decode_{name}", []).append(summary(came))
     await engine.forget()
@@ -267,10 +266,14 @@ def differ_at_most(prompts: int, found: dict[str, Any]) -> int:
 
 
 async def gaps(
-    engine: Engine, settings: argparse.Namespace, prompts: list[list[int]], draw: Any
-) -> tuple[list[float], list[float], bool]:
-    """Gaps between the tokens of running requests while the prompts come in, TTFT of the prompts, and whether all these
-    requests ran until the prompts had their tokens."""
+    engine: Engine,
+    settings: argparse.Namespace,
+    prompts: list[list[int]],
+    draw: Any,
+    found: dict[str, Any],
+) -> tuple[list[float], list[float]]:
+    """Gaps between the tokens of running requests while the prompts come in, and TTFT of the prompts. Writes down in
+    `found` whether all these requests ran until the prompts had their tokens."""
     begun = [asyncio.Event() for _ in range(settings.decodes)]
 
     async def decode(index: int) -> list[float]:
@@ -287,12 +290,12 @@ async def gaps(
     if not prompts:
         await asyncio.sleep(1.5)
     last = (time.perf_counter() - begun_at) * 1e3
+    found.setdefault("control_decodes_last", True)
     between: list[float] = []
-    lasted = True
     for times in await asyncio.gather(*running):
-        lasted = lasted and times[-1] >= last
+        found["control_decodes_last"] &= times[-1] >= last
         between += [b - a for a, b in itertools.pairwise(times) if first <= b <= last]
-    return between, came, lasted
+    return between, came
 
 
 async def arrivals(engine: Engine, prompts: list[list[int]], rate: float) -> list[float]:

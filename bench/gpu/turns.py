@@ -142,8 +142,7 @@ async def busy(
         elif what == "in_gpu":
             for prompt in prompts:
                 await engine.ttft(prompt)
-        between, came, lasted = await gaps(engine, settings, asked, draw)
-        found["control_decodes_last"] = found.get("control_decodes_last", True) and lasted
+        between, came = await gaps(engine, settings, asked, draw, found)
         found.setdefault(f"busy_{what}", []).append(summary(between))
         if came:
             found.setdefault(f"busy_{what}_ttft", []).append(summary(came))

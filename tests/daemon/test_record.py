@@ -109,7 +109,7 @@ def test_the_daemon_run_at_half_the_size_hits_what_the_replay_says(
     missed, hit = missed_and_hit(half)
     assert hit == hits
     beside, measured = replayed(made.file, "--beside")["beside"], 100 * hit / (missed + hit)
-    # Late seals, as above: beside starting engines it was 2.24 once. The pool of the recorded size is 10 away.
+    # Late seals, as above: beside starting engines the difference was 2.24 once. The whole pool is 10 away.
     assert beside["replay_half_the_pool_hit_percent"] == pytest.approx(measured, abs=4)
     assert beside["replay_hit_percent"] > measured + 5
 

@@ -173,7 +173,7 @@ def overlapped_tokens(
         return None
     if (mode.decode_mode().name, mode.mixed_mode().name) != ("FULL", "PIECEWISE"):
         return None
-    # A prompt that is one token longer than its blocks computes a block and that token.
+    # The engine computes a block and a token of a prompt that is one token longer than its blocks.
     if (compilation.max_cudagraph_capture_size or 0) <= groups[0].tokens_per_block:
         return None
     return ceil(_OVERLAPPED_BYTES * groups[0].tokens_per_block / block_bytes(kv_cache_config))

@@ -311,8 +311,8 @@ fn a_load_beside_other_requests_is_released_when_it_is_near() {
     daemon.stop();
 }
 
-/// Beside requests that decode, with a link on which a load takes ten steps. The step that computes with a load waits for it, and
-/// with it the decodes.
+/// Other requests decode, and a load takes ten steps on a slow link. A step that computes with the load waits for it, and so do the
+/// decodes.
 #[test]
 fn loads_that_are_released_when_they_are_near_stall_few_decodes() {
     if is_real() {
@@ -338,6 +338,7 @@ fn loads_that_are_released_when_they_are_near_stall_few_decodes() {
 fn stalled(engine: &mut GpuEngine, hit: &Hit, release: Release) -> Duration {
     let mut stalled = Duration::ZERO;
     for _ in 0..5 {
+        (10..10 + many()).for_each(|block| engine.compute(block, POISON));
         let job = engine.start_load(hit, 10..10 + many(), release);
         loop {
             engine.worker.step_begins(true, Promises::default());
@@ -349,7 +350,7 @@ fn stalled(engine: &mut GpuEngine, hit: &Hit, release: Release) -> Duration {
                 stalled += began.elapsed();
                 break;
             }
-            // The decodes of this step.
+            // Plays the decodes of this step.
             std::thread::sleep(Duration::from_millis(20));
         }
         assert!(engine.end(job).ok);
