@@ -30,7 +30,7 @@ _WARM_UP = 5
 _SLEEP_CYCLES = 2_000_000
 _SCALED = 128
 # NVSHMEM, over which DeepEP runs, looks for network cards unless it is told that there is one host.
-_OF_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+OF_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 _TITLES = {
     "empty": "an empty kernel",
     "dispatch": "dispatch",
@@ -452,7 +452,7 @@ def _peers(torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]) -
 
 def _deepep(torch: Any, dist: Any, rank: Rank, settings: dict[str, Any]) -> dict[str, Callable[[Rank], None]]:
     """DeepEP's low-latency calls with the same ids. They cast rows of bfloat16 to fp8, and their layout is `masked`."""
-    for name, value in _OF_ONE_HOST.items():
+    for name, value in OF_ONE_HOST.items():
         os.environ.setdefault(name, value)
     from deep_ep import Buffer  # pyright: ignore[reportMissingImports]
 
