@@ -238,13 +238,14 @@ def differ_at(kept: list[tuple[int, ...]], back: list[tuple[int, ...]]) -> list[
     ]
 
 
-async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str, Any]) -> None:
-    """Whether blocks that are loaded into poisoned memory are, byte by byte, those that were computed before.
+async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str, Any]) -> list[Any]:
+    """Whether blocks that are loaded into poisoned memory are, byte by byte, those that were computed before, in the
+    rank where most differ. Returns the hashes of the computed ones by rank.
 
     The last block of each prompt, in each KV cache group, is computed again among fewer tokens, and may differ in its
     last bits: `differ_at_most`.
     """
-    computed = (await engine.on_workers(model.block_hashes, POISON))[0]
+    computed = await engine.on_workers(model.block_hashes, POISON)
     await engine.forget()
     await engine.on_workers(model.poison, POISON)
     cached = []
@@ -254,10 +255,11 @@ async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str
     # A block that is computed again has the same bytes. Only this count shows that it was loaded.
     found["loaded_tokens_of_a_prompt"] = min(cached)
     found["control_loaded"] = min(cached) > 0
-    loaded = (await engine.on_workers(model.block_hashes, POISON))[0]
-    found["kv_cache_groups"] = len(loaded[0]) if loaded else 0
-    found["loaded_blocks"] = len(loaded)
-    found["loaded_blocks_that_differ"] = model.blocks_that_differ(loaded, computed)
+    loaded = await engine.on_workers(model.block_hashes, POISON)
+    found["kv_cache_groups"] = len(loaded[0][0]) if loaded[0] else 0
+    found["loaded_blocks"] = len(loaded[0])
+    found["loaded_blocks_that_differ"] = max(map(model.blocks_that_differ, loaded, computed))
+    return computed
 
 
 def differ_at_most(prompts: int, found: dict[str, Any]) -> int:

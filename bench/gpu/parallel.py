@@ -13,12 +13,14 @@
 | warm_other | data parallel: rank 1 loads what rank 0 computed; rank 0 does all that stands above |
 
 The script counts the pool's bytes and those that each GPU's link brings. With latent attention (`--shape mla`) every
-rank computes the same bytes: the pool should hold them once, and each link should bring its share. With
-`--context-parallel` the ranks share the tokens of each block.
+rank computes the same bytes: the pool should hold them once, and each link should bring its share. Loaded blocks are
+compared with the computed ones, and those of ranks with each other. With `--context-parallel` the ranks share the
+tokens of each block.
 
-Controls: each prompt has its own answer, one changed block changes the answer, vLLM loads tokens of every prompt, and
-answers with loaded and kept blocks are equal. `warm_other` has controls of its own. vLLM 0.26 resets the prefix caches
-of all data-parallel ranks and reports only whether rank 0 did; no control rests on the reset of another rank.
+Controls: each prompt has its own answer, the same twice, one changed block changes the answer, vLLM loads tokens of
+every prompt, and answers with loaded and kept blocks are equal. `warm_other` has controls of its own. vLLM 0.26 resets
+the prefix caches of all data-parallel ranks and reports only whether rank 0 did; no control rests on the reset of
+another rank.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import ne
 from pathlib import Path
 from typing import Any
 
 import model
-from measure import Engine, start, summary
+from measure import Engine, differ_at, differ_at_most, loaded_bytes, start, summary
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
 
@@ -103,10 +106,20 @@ async def measure(engine: Engine, watched: Daemon, settings: argparse.Namespace)
     engine.rank = ranks[0]
     cold = [await engine.ttft(prompt) for prompt in prompts]
     kept = await answers(engine, prompts)
+    again = await answers(engine, prompts)
     in_gpu = [await engine.ttft(prompt) for prompt in prompts]
+    found: dict[str, Any] = {"cold": summary(cold), "in_gpu": summary(in_gpu)}
+    by_rank = await loaded_bytes(engine, prompts, found)
+    found |= {
+        # With latent attention: blocks that ranks computed with other bytes than rank 0.
+        "blocks_unlike_rank_0": [sum(map(ne, each, by_rank[0])) for each in by_rank[1:]],
+        "control_bytes": found["loaded_blocks_that_differ"] <= differ_at_most(len(prompts), found),
+        "control_same_again": again == kept,
+        # The blocks are all there before these requests begin.
+        "same_tokens_when_all_is_loaded": await answers(engine, prompts) == kept,
+    }
     await engine.forget()
     metrics = watched.metrics()
-    found = {"cold": summary(cold), "in_gpu": summary(in_gpu)}
     found |= await load(engine, watched, prompts, "")
     if len(ranks) > 1:
         engine.rank = ranks[1]
@@ -120,6 +133,7 @@ async def measure(engine: Engine, watched: Daemon, settings: argparse.Namespace)
         "pool_used_bytes": metrics["kvlane_pool_used_bytes"],
         "blocks": metrics["kvlane_blocks"],
         "same_tokens": back == kept,
+        "answers_differ_at": differ_at(kept, back),
         "control_distinct": len(set(kept)) == len(kept),
         "control_block_matters": (await engine.answer(changed, 16))[1] != kept[0],
     }
@@ -265,7 +279,10 @@ def controls_hold(found: dict[int, dict[str, Any]]) -> bool:
 
 TIMES = ("cold", "in_gpu", "warm", "warm_other")
 CONTROLS = (
+    "control_same_again",
     "same_tokens",
+    "same_tokens_when_all_is_loaded",
+    "control_bytes",
     "control_distinct",
     "control_block_matters",
     "control_loaded",
