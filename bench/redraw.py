@@ -62,9 +62,13 @@ def committed() -> Iterator[Redrawn]:
     ssd, fabric, gpu, replay, builds = (
         ROOT / "bench" / name / "results" for name in ("ssd", "fabric", "gpu", "replay", "builds")
     )
-    one = gpu / "2026-11-22-h200-eager.json"
+    one = gpu / "2026-11-30-h200-one-after-the-other-busy.json"
     yield _bars(ROOT / "docs/pictures/ten-thousand-cached-tokens.png", one, first_picture.picture(_read(one)))
-    for name, mode in (("2026-11-22-h200-eager", "eager"), ("2026-11-22-h200-graphs", "graphs")):
+    for name, mode in (
+        ("2026-11-22-h200-eager", "eager"),
+        ("2026-11-22-h200-graphs", "graphs"),
+        ("2026-11-30-h200-one-after-the-other-busy", "graphs"),
+    ):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
     for name in ("2026-11-29-h200-busy", "2026-11-29-h200-busy-again", "2026-11-30-h200-busy"):
@@ -75,6 +79,7 @@ def committed() -> Iterator[Redrawn]:
         "2026-11-29-h200-restart",
         "2026-11-30-h200-windows-restart",
         "2026-11-30-h200-states-restart",
+        "2026-11-30-h200-mla-restart",
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
@@ -89,8 +94,9 @@ def committed() -> Iterator[Redrawn]:
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, pictures.of_the_slowest_rank(_read(result)))
-    result = gpu / "2026-11-30-two-h200-shared-pool.json"
-    yield _bars(result.with_suffix(".png"), result, shared_pool.picture(_read(result)))
+    for name in ("2026-11-30-two-h200-shared-pool", "2026-11-30-two-h200-mla-shared-pool"):
+        result = gpu / f"{name}.json"
+        yield _bars(result.with_suffix(".png"), result, shared_pool.picture(_read(result)))
     for result in sorted(ssd.glob("*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)

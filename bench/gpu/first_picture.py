@@ -1,7 +1,7 @@
-"""The README's picture: the time to the first token of 10,000 cached tokens, by four systems on one GPU.
+"""The README's picture: the time to the first token of 10,000 cached tokens, in an idle engine and beside decodes.
 
-All four are of one run on one host (`compare.py`): each system alone on the GPU, one after the other. `bench/redraw.py`
-draws it.
+All is of one run on one host (`compare.py`): each system alone on the GPU, one after the other. `bench/redraw.py` draws
+it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ SHAPES = {"llama-8b": "Llama-3.1-8B"}
 
 
 def picture(result: dict[str, Any]) -> Picture:
-    """From what `compare.py` wrote of one mode and four systems."""
+    """From what `compare.py` wrote of one mode and three systems."""
     settings, versions = result["settings"], result["versions"]
     (mode,) = settings["modes"]
     found = {run["system"]: run["found"] for run in result["runs"]}
-    rows = (
-        ("computed again", [found["none"]["cold"]], NOTHING),
-        ("vLLM's offload", found["offload"]["warm"], OTHERS),
-        (f"PegaFlow {versions['pegaflow-llm-cu13']}", found["pegaflow"]["warm"], OTHERS),
-        (f"kvlane {versions['kvlane']}", found["kvlane"]["warm"], KVLANE),
+    systems = (
+        ("vLLM's offload", found["offload"], OTHERS),
+        (f"PegaFlow {versions['pegaflow-llm-cu13']}", found["pegaflow"], OTHERS),
+        (f"kvlane {versions['kvlane']}", found["kvlane"], KVLANE),
     )
+    computed = _bar("computed", [found["kvlane"]["cold"]], NOTHING)
+    idle = tuple(_bar(name, parts["warm"], colour) for name, parts, colour in systems)
+    busy = tuple(_bar(name, parts["beside_decode_warm"], colour) for name, parts, colour in systems)
     gpu = gpus(result["host"]).partition(",")[0]  # without the driver's version
     return Picture(
         title=f"Time to first token (TTFT) of a prompt of {settings['tokens']:,} cached tokens",
         about=f"{gpu}, the shape of {SHAPES[settings['shape']]} (random weights), vLLM {versions['vllm']}, "
         f"{MODES[mode]}, {result['date']}. One system after the other on one host, {settings['prompts']} prompts, "
-        f"each loaded {settings['rounds']} times; bars: medians, thin lines: the fastest to the slowest prompt.",
-        panels=(Panel("", tuple(_bar(*row) for row in rows)),),
-        size=1.25,
+        f"each loaded {settings['rounds']} times, and {settings['decode_rounds']} times beside decodes; bars: "
+        "medians, thin lines: the fastest to the slowest prompt.",
+        panels=(
+            Panel("in an idle engine", (computed, *idle)),
+            Panel(f"beside {settings['decodes']} decodes", busy),
+        ),
+        columns=2,
+        size=1.1,
     )
 
 
