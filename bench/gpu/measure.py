@@ -34,6 +34,11 @@ import model
 
 POISON = 0xA5
 RESET_PATIENCE_S = 20.0
+# Most tokens that a system may lack at a prompt's end; whole blocks of any size.
+CHUNK = 128
+# Tokens of a compared prompt behind its last whole block: an engine computes as many after a load as after a hit in GPU
+# memory. Of a prompt of whole blocks it may compute one token or a block, and the last bits differ.
+BEHIND = 8
 # Facts that have to be true of each engine, where they were measured.
 CONTROLS = (
     "same_tokens",
@@ -228,6 +233,11 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
     found["control_distinct"] = len(set(kept)) == len(kept)
     found["control_block_matters"] = (await engine.answer(changed, 16))[1] != kept[0]
     return found
+
+
+def compared_tokens(tokens: int) -> int:
+    """About as many, in whole blocks of up to `CHUNK` tokens and `BEHIND`."""
+    return max(1, tokens // CHUNK) * CHUNK + BEHIND
 
 
 def differ_at(kept: list[tuple[int, ...]], back: list[tuple[int, ...]]) -> list[int | None]:

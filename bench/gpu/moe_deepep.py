@@ -78,7 +78,7 @@ def compare(ours: Any, theirs: Any, seconds: float, seed: int, device: str) -> d
     """Rows and numbers of sums that were compared, and those that differ."""
     source = random.Random(seed)
     end = time.monotonic() + seconds
-    found = dict.fromkeys(("rounds", "rows", "other_rows", "sums", "other_sums"), 0)
+    found: dict[str, Any] = dict.fromkeys(("rounds", "rows", "other_rows", "sums", "other_sums"), 0)
     while not found["rounds"] or time.monotonic() < end:
         x, ids, weights = drawn(source, device, source.choice((1, MOST // 4, MOST)))
         for buffer in (ours, theirs):

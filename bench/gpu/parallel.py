@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from measure import Engine, differ_at, differ_at_most, loaded_bytes, start, summary
+from measure import Engine, compared_tokens, differ_at, differ_at_most, loaded_bytes, start, summary
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
 
@@ -96,7 +96,7 @@ async def measure(engine: Engine, watched: Daemon, settings: argparse.Namespace)
     source = random.Random(7)
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
     first, *prompts = [
-        [source.randrange(100, vocabulary) for _ in range(settings.tokens)]
+        [source.randrange(100, vocabulary) for _ in range(compared_tokens(settings.tokens))]
         for _ in range(settings.prompts + 1)
     ]
     # None: without data parallelism there is no rank to choose.
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--only-several", action="store_true", help="leave out the engine on one GPU")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt, about (default %(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=16_000_000_000)
     parser.add_argument("--kv-cache-bytes", type=int, default=10_000_000_000, help="of each GPU")
     parser.add_argument("--gpu-memory", type=float, default=0.3)

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from measure import Engine, differ_at, start, summary
+from measure import CHUNK, Engine, compared_tokens, differ_at, start, summary
 from pictures import NAMES, NOTHING, VERSIONS, gpus
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
@@ -63,11 +63,6 @@ PATIENCE_S = 60.0
 PROBE_TOKENS = 513
 # Prompts whose answers are compared, and the tokens of these answers.
 COMPARED, ANSWER = 4, 16
-# Tokens that a system may lack at a prompt's end.
-CHUNK = 128
-# Tokens of a compared prompt behind its last whole block: an engine computes as many after a load as after a hit in GPU
-# memory. Of a prompt of whole blocks it may compute one token or a block, and the last bits differ.
-BEHIND = 8
 POOL_SHARE, OWN_CACHE_PROMPTS = 0.4, 3.4
 USED, LOADED = "kvlane_pool_used_bytes", "kvlane_loaded_by_link_bytes_total"
 SAVING = ("kvlane_claimed_blocks", "kvlane_seal_queue_blocks")
@@ -295,11 +290,6 @@ async def measure(
         "pool_used_bytes": used if watched else None,
         "control_pools": found == [len(mode.pools) == 1] * len(found),
     }
-
-
-def compared_tokens(tokens: int) -> int:
-    """About as many, in whole blocks of up to `CHUNK` tokens and `BEHIND`."""
-    return max(1, tokens // CHUNK) * CHUNK + BEHIND
 
 
 async def controls(
