@@ -1,7 +1,7 @@
 """The README's picture: the time to the first token of 10,000 cached tokens, in an idle engine and beside decodes.
 
-All is of one run on one host (`compare.py`): each system alone on the GPU, one after the other. `bench/redraw.py` draws
-it.
+All bars are of one run on one host (`compare.py`): each system alone on the GPU, one after the other. `bench/redraw.py`
+draws it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""One rank's low-latency calls of kvlane.moe.deep_ep and of DeepEP's wheel, with the same arguments: rows, scales and
-sums, bit for bit.
+"""Compares one rank's low-latency calls of kvlane.moe.deep_ep with those of DeepEP's wheel, which get the same
+arguments: rows, scales and sums, bit for bit.
 
     python bench/gpu/moe_deepep.py --seconds 20 --out out/moe-deepep
 
-The order in which rows of one rank are added does not depend on how many ranks there are, so one GPU is enough. The
-sums of DeepEP's rows are of a function of each row, and the orders of rows in an expert may differ. Controls: other
-weights have to change sums, and another x rows.
+Both add a token's rows in the order of its experts, however many ranks there are, so one GPU is enough. DeepEP gives
+an expert its rows in any order. So the script sorts rows before it compares them, and its experts treat each row alike.
+Controls: the script has to find the sums of other weights, and the rows of another x.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from moe_check import bytes_of, made_of
 from provenance import add_arguments, head
 
-from kvlane.bench.all_to_all_gpu import OF_ONE_HOST
+from kvlane.bench.all_to_all_gpu import keep_nvshmem_on_this_host
 from kvlane.moe.deep_ep import Buffer
 
 EXPERTS, MOST = 64, 128
@@ -36,7 +35,7 @@ HIDDEN, TOP_K = (2048, 4096, 7168), (1, 2, 4, 8)
 def layer(
     buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_fp8: bool
 ) -> tuple[list[list[bytes]], torch.Tensor]:
-    """What each expert got, in an order of its own, and the sums. Sums are of rows that were not cast."""
+    """Dispatches x, lets the experts work, and combines. Returns the sorted rows of each expert, and the sums."""
     got, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=is_fp8)
     rows, scales = got if is_fp8 else (got, None)
     received = [
@@ -118,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/moe-deepep"))
     add_arguments(parser)
     settings = parser.parse_args()
-    os.environ |= {name: value for name, value in OF_ONE_HOST.items() if name not in os.environ}
+    keep_nvshmem_on_this_host()
     from deep_ep import Buffer as DeepEP  # pyright: ignore[reportMissingImports]
 
     settings.out.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,6 @@ _WARM_UP = 5
 # Longer than the host takes to enqueue a round: about 1 ms.
 _SLEEP_CYCLES = 2_000_000
 _SCALED = 128
-# NVSHMEM, over which DeepEP runs, looks for network cards unless it is told that there is one host.
-OF_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 _TITLES = {
     "empty": "an empty kernel",
     "dispatch": "dispatch",
@@ -450,10 +448,15 @@ def _peers(torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]) -
     return found
 
 
+def keep_nvshmem_on_this_host() -> None:
+    """Keeps NVSHMEM, over which DeepEP runs, from looking for network cards, unless the user has set its variables."""
+    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+
+
 def _deepep(torch: Any, dist: Any, rank: Rank, settings: dict[str, Any]) -> dict[str, Callable[[Rank], None]]:
     """DeepEP's low-latency calls with the same ids. They cast rows of bfloat16 to fp8, and their layout is `masked`."""
-    for name, value in OF_ONE_HOST.items():
-        os.environ.setdefault(name, value)
+    keep_nvshmem_on_this_host()
     from deep_ep import Buffer  # pyright: ignore[reportMissingImports]
 
     size, tokens, experts, hidden = (settings[name] for name in ("ranks", "tokens", "experts", "hidden"))
