@@ -59,7 +59,39 @@ OPTIONS = {
     "expert_parallel": "enable_expert_parallel",
     "all2all_backend": "all2all_backend",
     "gdn_prefill_backend": "gdn_prefill_backend",
+    "hosts": "nnodes",
+    "host": "node_rank",
+    "meeting_port": "master_port",
+    "meeting_s": "distributed_timeout_seconds",
 }
+
+
+def engine_arguments(settings: argparse.Namespace) -> Any:
+    """vLLM's arguments of an engine."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    options: dict[str, Any] = {}
+    if settings.connector:
+        options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
+    if settings.kv_cache_bytes:
+        options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    for ours, vllms in OPTIONS.items():
+        if getattr(settings, ours, None) is not None:
+            options[vllms] = getattr(settings, ours)
+    return AsyncEngineArgs(
+        model=str(model.write_config(settings.shape, Path(settings.scratch))),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=settings.eager,
+        max_model_len=settings.tokens + settings.new_tokens + 1024,
+        max_num_batched_tokens=getattr(settings, "chunk", 0) or max(16384, settings.tokens),
+        gpu_memory_utilization=settings.gpu_memory,
+        tensor_parallel_size=settings.tensor_parallel,
+        enable_prefix_caching=True,
+        seed=0,
+        **options,
+    )
 
 
 class Engine:
@@ -67,19 +99,9 @@ class Engine:
 
     def __init__(self, settings: argparse.Namespace) -> None:
         from vllm import SamplingParams
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        options: dict[str, Any] = {}
-        if settings.connector:
-            options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
-        if settings.kv_cache_bytes:
-            options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-        for ours, vllms in OPTIONS.items():
-            if getattr(settings, ours, None) is not None:
-                options[vllms] = getattr(settings, ours)
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0
@@ -89,21 +111,7 @@ class Engine:
         """Of data-parallel ranks, the one that is asked. None: vLLM chooses."""
         self.handed: dict[str, Any] = {}
         """The `kv_transfer_params` that came with the last answer."""
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(model.write_config(settings.shape, Path(settings.scratch))),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=settings.eager,
-                max_model_len=settings.tokens + settings.new_tokens + 1024,
-                max_num_batched_tokens=getattr(settings, "chunk", 0) or max(16384, settings.tokens),
-                gpu_memory_utilization=settings.gpu_memory,
-                tensor_parallel_size=settings.tensor_parallel,
-                enable_prefix_caching=True,
-                seed=0,
-                **options,
-            )
-        )
+        self._llm = AsyncLLM.from_engine_args(engine_arguments(settings))
 
     async def answer(
         self, prompt: list[int], tokens: int = 1, params: dict[str, Any] | None = None

@@ -36,12 +36,13 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import ne
 from pathlib import Path
 from typing import Any
 
 import model
+import one_gpu
 from measure import Engine, compared_tokens, differ_at, differ_at_most, loaded_bytes, start, summary
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
@@ -190,6 +191,11 @@ def engines(settings: argparse.Namespace) -> dict[int, argparse.Namespace]:
     return {number: argparse.Namespace(**vars(settings) | parts) for number, parts in by_gpus.items()}
 
 
+def hosts(settings: argparse.Namespace, ranks: int) -> AbstractContextManager[argparse.Namespace]:
+    """All ranks but the first, where they share one GPU; the settings that start the engine."""
+    return one_gpu.other_ranks(settings, ranks) if settings.one_gpu and ranks > 1 else nullcontext(settings)
+
+
 def compared(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """The engine on several GPUs to the one on one GPU, if that ran."""
     several = found[max(found)]
@@ -219,6 +225,11 @@ def main() -> int:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument(
+        "--one-gpu",
+        action="store_true",
+        help="all ranks on one GPU: bytes and answers are as on several, times count for nothing",
+    )
     parser.add_argument("--only-several", action="store_true", help="leave out the engine on one GPU")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompts", type=int, default=6)
@@ -243,10 +254,10 @@ def main() -> int:
         folder, settings.scratch = Path(scratch), scratch
         settings.connector = SYSTEMS["kvlane"].connector(settings.cache_bytes, folder)
         for gpus, its in engines(settings).items():
-            with daemon(settings, folder) as watched:
-                engine, _ = start(its)
+            with daemon(settings, folder) as watched, hosts(its, gpus) as those:
+                engine, _ = start(those)
                 try:
-                    found[gpus] = asyncio.run(measure(engine, watched, its))
+                    found[gpus] = asyncio.run(measure(engine, watched, those))
                 finally:
                     engine.shutdown()
             report.say(f"    {gpus} GPUs: {found[gpus]}")
