@@ -1,0 +1,148 @@
+"""Two engines of one kind on one GPU: do they compute the same bytes, and what do answers from the other's blocks say?
+
+    python bench/gpu/bits.py --shape mla --out out/bits
+    TORCHINDUCTOR_DETERMINISTIC=1 python bench/gpu/bits.py --shape mla --out out/bits-deterministic
+
+Each engine has a folder of compiled code of its own, as each tensor-parallel rank has. So each chooses the kernels of
+its graphs by its own timing. The script compares the bytes of all blocks that both computed, and the first engine's
+answers from its own blocks with those from blocks that it loaded of the second.
+
+Controls: each prompt has its own answer; the first engine computes the same twice; answers from its own blocks, loaded,
+are those from kept ones, in GPU memory; all loads found tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from operator import ne
+from pathlib import Path
+from typing import Any
+
+import model
+from measure import POISON, Engine, compared_tokens, differ_at, start
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, running
+
+from kvlane.bench import report
+
+HERE = Path(__file__).resolve().parent
+TOKENS = 16
+# Facts that have to be true for the comparison to count.
+CONTROLS = ("control_distinct", "control_same_again", "control_own_blocks", "control_loaded")
+
+
+async def compare(engines: list[Engine], address: str, settings: argparse.Namespace) -> dict[str, Any]:
+    """What the script's description names."""
+    source = random.Random(11)
+    vocabulary = model.SHAPES[settings.shape]["vocab_size"]
+    prompts = [
+        [source.randrange(100, vocabulary) for _ in range(compared_tokens(settings.tokens))]
+        for _ in range(settings.prompts)
+    ]
+    first = engines[0]
+    fresh, kept, computed = [], [], []
+    for engine in engines:
+        await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
+        await engine.on_workers(model.poison, POISON)
+        drop(address)
+        fresh.append((await ask(engine, prompts))[0])
+        kept.append((await ask(engine, prompts))[0])
+        computed.append((await engine.on_workers(model.block_hashes, POISON))[0])
+        await engine.forget()
+    # The pool holds what the second engine computed.
+    from_other, tokens_of_other = await ask(first, prompts)
+    await first.forget()
+    drop(address)
+    again, _ = await ask(first, prompts)
+    await first.forget()
+    from_own, tokens_of_own = await ask(first, prompts)
+    return {
+        "blocks": len(computed[0]),
+        "blocks_that_differ": sum(map(ne, *computed)),
+        "answers_of_two_engines_differ_at": differ_at(*kept),
+        "answers_from_the_other's_blocks_differ_at": differ_at(kept[0], from_other),
+        "loaded_tokens": tokens_of_other,
+        "control_distinct": all(len(set(each)) == len(each) for each in kept),
+        "control_same_again": again == fresh[0],
+        "control_own_blocks": from_own == kept[0],
+        "control_loaded": min(tokens_of_other + tokens_of_own) > 0,
+    }
+
+
+async def ask(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The answers, and how many tokens of each prompt the engine did not compute."""
+    answers, cached = [], []
+    for prompt in prompts:
+        answers.append((await engine.answer(prompt, TOKENS))[1])
+        cached.append(engine.cached_tokens)
+    return answers, cached
+
+
+def drop(address: str) -> None:
+    """Drops all that the daemon holds."""
+    told = subprocess.run(
+        ["kvlane", "status", "--json", "--addr", address], capture_output=True, check=True, text=True
+    )
+    for namespace in json.loads(told.stdout)["namespaces"]:
+        subprocess.run(
+            ["kvlane", "drop", namespace["namespace"], "--addr", address], check=True, capture_output=True
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="mla")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt, about (default %(default)s)")
+    parser.add_argument("--cache-bytes", type=int, default=16_000_000_000)
+    parser.add_argument("--kv-cache-bytes", type=int, default=16_000_000_000, help="of each engine")
+    parser.add_argument("--gpu-memory", type=float, default=0.2, help="share that is free at each start")
+    parser.add_argument("--out", type=Path, default=Path("out/bits"))
+    add_arguments(parser)
+    settings = parser.parse_args()
+    result = head("gpu bits", settings)
+    settings.tensor_parallel, settings.new_tokens = 1, 0
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, settings.scratch = Path(scratch), scratch
+        settings.connector = SYSTEMS["kvlane"].connector(settings.cache_bytes, folder)
+        model.write_config(settings.shape, folder)
+        with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "daemon.log"):
+            engines = []
+            try:
+                for name in ("first", "second"):
+                    os.environ["VLLM_CACHE_ROOT"] = str(folder / name)
+                    engines.append(start(settings)[0])
+                    report.say(f"    the {name} engine is up")
+                found = asyncio.run(compare(engines, kvlane_address(folder), settings))
+            finally:
+                for engine in engines:
+                    engine.shutdown()
+    result |= {
+        "settings": public(settings, ["connector"]),
+        "deterministic_inductor": os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "0"),
+        "machine": report.machine_facts(),
+        "found": found,
+    }
+    report.write_json(settings.out / "bits.json", result)
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    return 0 if all(found[name] for name in CONTROLS) else 1
+
+
+if __name__ == "__main__":
+    # A script that is terminated ends its engines and the daemon.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
