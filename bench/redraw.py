@@ -62,12 +62,13 @@ def committed() -> Iterator[Redrawn]:
     ssd, fabric, gpu, replay, builds = (
         ROOT / "bench" / name / "results" for name in ("ssd", "fabric", "gpu", "replay", "builds")
     )
-    one = gpu / "2026-11-30-h200-one-after-the-other-busy.json"
+    one = gpu / "2026-11-30-h200-one-after-the-other-kvlane-last.json"
     yield _bars(ROOT / "docs/pictures/ten-thousand-cached-tokens.png", one, first_picture.picture(_read(one)))
     for name, mode in (
         ("2026-11-22-h200-eager", "eager"),
         ("2026-11-22-h200-graphs", "graphs"),
         ("2026-11-30-h200-one-after-the-other-busy", "graphs"),
+        ("2026-11-30-h200-one-after-the-other-kvlane-last", "graphs"),
     ):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))

@@ -1,11 +1,11 @@
-"""Two engines of one kind on one GPU: do they compute the same bytes, and what do answers from the other's blocks say?
+"""Engines of one kind on one GPU: do they compute the same bytes, and what are answers from another's blocks?
 
     python bench/gpu/bits.py --shape mla --out out/bits
     TORCHINDUCTOR_DETERMINISTIC=1 python bench/gpu/bits.py --shape mla --out out/bits-deterministic
 
-Each engine has a folder of compiled code of its own, as each tensor-parallel rank has. So each chooses the kernels of
-its graphs by its own timing. The script compares the bytes of all blocks that both computed, and the first engine's
-answers from its own blocks with those from blocks that it loaded of the second.
+Each engine compiles its code in folders of its own. So each may choose other kernels by its own timing, as two ranks
+may that compile at the same time. The script compares the bytes of all blocks with the first engine's, and the first
+engine's answers from its own blocks with those from blocks that it loaded of each other engine.
 
 Controls: each prompt has its own answer; the first engine computes the same twice; answers from its own blocks, loaded,
 are those from kept ones, in GPU memory; all loads found tokens.
@@ -47,37 +47,54 @@ async def compare(engines: list[Engine], address: str, settings: argparse.Namesp
         [source.randrange(100, vocabulary) for _ in range(compared_tokens(settings.tokens))]
         for _ in range(settings.prompts)
     ]
-    first = engines[0]
-    fresh, kept, computed = [], [], []
-    for engine in engines:
-        await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
-        await engine.on_workers(model.poison, POISON)
-        drop(address)
-        fresh.append((await ask(engine, prompts))[0])
-        kept.append((await ask(engine, prompts))[0])
-        computed.append((await engine.on_workers(model.block_hashes, POISON))[0])
-        await engine.forget()
-    # The pool holds what the second engine computed.
-    from_other, tokens_of_other = await ask(first, prompts)
-    await first.forget()
-    drop(address)
-    again, _ = await ask(first, prompts)
-    await first.forget()
+    first, *others = engines
+    fresh, kept, computed, found = await compute(first, prompts, address, settings)
+    by_engine = []
+    for other in others:
+        _, its_kept, its_computed, _ = await compute(other, prompts, address, settings)
+        # The pool holds what the other engine computed.
+        answers, tokens = await ask(first, prompts)
+        await first.forget()
+        by_engine.append(
+            {
+                "blocks_that_differ": sum(map(ne, computed, its_computed)),
+                "own_answers_differ_at": differ_at(kept, its_kept),
+                "answers_from_its_blocks_differ_at": differ_at(kept, answers),
+                "loaded_tokens": tokens,
+            }
+        )
+    again, _, _, found_again = await compute(first, prompts, address, settings)
     from_own, tokens_of_own = await ask(first, prompts)
+    loaded = [count for each in by_engine for count in each["loaded_tokens"]]
     return {
-        "blocks": len(computed[0]),
-        "blocks_that_differ": sum(map(ne, *computed)),
-        "answers_of_two_engines_differ_at": differ_at(*kept),
-        "answers_from_the_other's_blocks_differ_at": differ_at(kept[0], from_other),
-        "loaded_tokens": tokens_of_other,
-        "control_distinct": all(len(set(each)) == len(each) for each in kept),
-        "control_same_again": again == fresh[0],
-        "control_own_blocks": from_own == kept[0],
-        "control_loaded": min(tokens_of_other + tokens_of_own) > 0,
+        "blocks": len(computed),
+        "by_engine": by_engine,
+        "control_distinct": len(set(kept)) == len(kept),
+        "control_same_again": again == fresh,
+        "control_own_blocks": from_own == kept,
+        "control_loaded": min(loaded + tokens_of_own) > 0 and not any(found + found_again),
     }
 
 
-async def ask(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+Answers = list[tuple[int, ...]]
+
+
+async def compute(
+    engine: Engine, prompts: list[list[int]], address: str, settings: argparse.Namespace
+) -> tuple[Answers, Answers, list[Any], list[int]]:
+    """Has an engine compute and save the prompts, and then forget them. Returns its answers, those from blocks kept in
+    GPU memory, hashes of the blocks, and how many tokens of each prompt the engine did not compute at first."""
+    drop(address)
+    await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
+    await engine.on_workers(model.poison, POISON)
+    fresh, found = await ask(engine, prompts)
+    kept, _ = await ask(engine, prompts)
+    computed = (await engine.on_workers(model.block_hashes, POISON))[0]
+    await engine.forget()
+    return fresh, kept, computed, found
+
+
+async def ask(engine: Engine, prompts: list[list[int]]) -> tuple[Answers, list[int]]:
     """The answers, and how many tokens of each prompt the engine did not compute."""
     answers, cached = [], []
     for prompt in prompts:
@@ -101,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="mla")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt, about (default %(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=16_000_000_000)
@@ -122,10 +140,12 @@ def main() -> int:
         with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "daemon.log"):
             engines = []
             try:
-                for name in ("first", "second"):
-                    os.environ["VLLM_CACHE_ROOT"] = str(folder / name)
+                for number in range(1, settings.engines + 1):
+                    # PyTorch's compiler has a folder of its own, which it shares among all engines of a user.
+                    for variable in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                        os.environ[variable] = str(folder / f"{variable.lower()}-{number}")
                     engines.append(start(settings)[0])
-                    report.say(f"    the {name} engine is up")
+                    report.say(f"    engine {number} of {settings.engines} is up")
                 found = asyncio.run(compare(engines, kvlane_address(folder), settings))
             finally:
                 for engine in engines:

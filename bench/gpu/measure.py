@@ -63,6 +63,7 @@ OPTIONS = {
     "host": "node_rank",
     "meeting_port": "master_port",
     "meeting_s": "distributed_timeout_seconds",
+    "compilation": "compilation_config",
 }
 
 

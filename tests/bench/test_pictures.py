@@ -113,13 +113,13 @@ def test_the_first_picture_shows_three_systems_of_one_run_idle_and_beside_decode
     idle, busy = ({bar["name"]: bar["value"] for bar in panel["bars"]} for panel in first.facts["panels"])
     # The medians of the result's rounds, as its lab book tells them.
     assert idle == {
-        "computed": 285.089,
-        "vLLM's offload": 65.343,
-        "PegaFlow 0.25.1": 47.848,
-        "kvlane 0.1.0": 37.688,
+        "computed": 274.37,
+        "vLLM's offload": 72.267,
+        "PegaFlow 0.25.1": 46.636,
+        "kvlane 0.1.0": 33.999,
     }
     rounded = {name: round(value, 2) for name, value in busy.items()}
-    assert rounded == {"vLLM's offload": 69.96, "PegaFlow 0.25.1": 150.15, "kvlane 0.1.0": 60.36}
+    assert rounded == {"vLLM's offload": 73.18, "PegaFlow 0.25.1": 146.12, "kvlane 0.1.0": 44.68}
     width, height = first.draw().get_size_inches() * 100
     # With four commands below it, it has to fit on a screen of 1280 x 800.
     assert round(width) <= 830 and round(height) <= 260
