@@ -39,7 +39,7 @@ TOKENS = 16
 CONTROLS = ("control_distinct", "control_same_again", "control_own_blocks", "control_loaded")
 
 
-async def compare(engines: list[Engine], address: str, settings: argparse.Namespace) -> dict[str, Any]:
+async def measure(engines: list[Engine], address: str, settings: argparse.Namespace) -> dict[str, Any]:
     """What the script's description names."""
     source = random.Random(11)
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
@@ -146,7 +146,7 @@ def main() -> int:
                         os.environ[variable] = str(folder / f"{variable.lower()}-{number}")
                     engines.append(start(settings)[0])
                     report.say(f"    engine {number} of {settings.engines} is up")
-                found = asyncio.run(compare(engines, kvlane_address(folder), settings))
+                found = asyncio.run(measure(engines, kvlane_address(folder), settings))
             finally:
                 for engine in engines:
                     engine.shutdown()

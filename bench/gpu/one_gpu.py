@@ -11,11 +11,12 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import measure
+
+from kvlane.bench.processes import free_port
 
 # Ranks that never meet fail after this time.
 MEETING_S = 240
@@ -42,9 +43,11 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
     shared = vars(settings) | {
         "connector": connector,
         "hosts": ranks,
-        "meeting_port": _free_port(),
+        "meeting_port": free_port(),
         "meeting_s": MEETING_S,
         "compilation": COMPILATION,
+        # vLLM computes a step of this size when it starts.
+        "chunk": measure.compared_tokens(settings.tokens),
     }
     first, *others = [argparse.Namespace(**shared, host=host) for host in range(ranks)]
     context = multiprocessing.get_context("spawn")
@@ -68,9 +71,3 @@ def _serve(settings: argparse.Namespace) -> None:
 
     arguments = vars(measure.engine_arguments(settings))
     run_headless(argparse.Namespace(**arguments, headless=True, api_server_count=0))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

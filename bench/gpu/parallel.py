@@ -255,7 +255,8 @@ def main() -> int:
         settings.connector = SYSTEMS["kvlane"].connector(settings.cache_bytes, folder)
         for gpus, its in engines(settings).items():
             with daemon(settings, folder) as watched, hosts(its, gpus) as those:
-                engine, _ = start(those)
+                engine, seconds = start(those)
+                report.say(f"    the engine is up after {seconds:.0f} s")
                 try:
                     found[gpus] = asyncio.run(measure(engine, watched, those))
                 finally:

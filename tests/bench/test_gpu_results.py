@@ -23,6 +23,7 @@ GPU = "NVIDIA H200, 570.133.20"
 TINY = ["--shape", "tiny"]
 # Script, the file that it writes, and its arguments.
 SCRIPTS = {
+    "bits": ("bits.json", [*TINY, "--engines", "1"]),
     "burst": ("burst.json", TINY),
     "compare": ("gpu.json", [*TINY, "--systems", "kvlane", "--modes", "eager"]),
     "handoff": ("direct.json", TINY),
@@ -38,6 +39,7 @@ SCRIPTS = {
     "turns": ("turns.json", [*TINY, "--systems", "kvlane"]),
 }
 STARTS_WORKERS = (
+    "bits",
     "burst",
     "handoff",
     "hits",
@@ -76,6 +78,8 @@ class Played:
             parts |= {"measure": self.no_rates}
         if module.__name__ == "turns":
             parts |= {"measure": self.no_turns}
+        if module.__name__ == "bits":
+            parts |= {"measure": self.no_bits}
         if module.__name__ == "burst":
             parts |= {"measure": self.no_bursts}
         if module.__name__ == "moe_serve":
@@ -99,6 +103,10 @@ class Played:
 
     async def no_turns(self, *_: object) -> dict[str, Any]:
         return {"kvlane": {}}
+
+    async def no_bits(self, *_: object) -> dict[str, Any]:
+        names = ("control_distinct", "control_same_again", "control_own_blocks", "control_loaded")
+        return dict.fromkeys(names, True)
 
     async def no_bursts(self, *_: object) -> dict[str, Any]:
         burst = {"ttft": {"mean": 1.0}, "last_token": {"mean": 1.0}, "itl": {"p99": 1.0}}
