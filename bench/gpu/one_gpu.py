@@ -11,8 +11,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import measure
 
@@ -20,6 +21,7 @@ from kvlane.bench.processes import free_port
 
 # Ranks that never meet fail after this time.
 MEETING_S = 240
+ENDING_S = 10.0
 # Steps run once before they are captured, and each layer waits for two sums. Requests come one at a time.
 COMPILATION = {"cudagraph_capture_sizes": [1, 8, 64]}
 ENVIRONMENT = {
@@ -62,11 +64,15 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
     finally:
         for process in processes:
             process.terminate()
-            process.join()
+            process.join(ENDING_S)
+            # What is left waits for a rank that is gone.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _serve(settings: argparse.Namespace) -> None:
     """What `vllm serve --headless` does: the ranks of this host, until the process is terminated."""
+    os.setsid()
     from vllm.entrypoints.cli.serve import run_headless
 
     arguments = vars(measure.engine_arguments(settings))
