@@ -15,7 +15,7 @@
 The script counts the pool's bytes and those that each GPU's link brings. With latent attention (`--shape mla`) every
 rank computes the same bytes: the pool should hold them once, and each link should bring its share. Loaded blocks are
 compared with the computed ones, and those of ranks with each other. With `--context-parallel` the ranks share the
-tokens of each block.
+tokens of each block. `one_gpu.py` says how `--one-gpu` works.
 
 Controls: each prompt has its own answer, the same twice, one changed block changes the answer, vLLM loads tokens of
 every prompt, and answers with loaded and kept blocks are equal. `warm_other` has controls of its own. vLLM 0.26 resets
