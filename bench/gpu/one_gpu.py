@@ -21,8 +21,10 @@ from kvlane.bench.processes import free_port
 
 # Ranks that never meet fail after this time.
 MEETING_S = 240
+# A rank that has not ended by itself after this time is killed.
 ENDING_S = 10.0
-# Steps run once before they are captured, and each layer waits for two sums. Requests come one at a time.
+# vLLM computes a step of each size before it captures it, and each layer waits for two slow sums. So the sizes are few:
+# `parallel.py` asks for one prompt at a time.
 COMPILATION = {"cudagraph_capture_sizes": [1, 8, 64]}
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -40,7 +42,7 @@ ENVIRONMENT = {
 def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.Namespace]:
     """Starts all ranks but the first. Yields the settings with which `measure.start` starts that one and the engine."""
     os.environ.update(ENVIRONMENT)
-    # vLLM draws a name of the engine on each host; they have to be equal.
+    # vLLM draws the engine's name on each host, and kvlane needs the same one on all.
     connector = json.dumps(json.loads(settings.connector) | {"engine_id": f"kvlane-{os.getpid()}"})
     shared = vars(settings) | {
         "connector": connector,
@@ -65,7 +67,7 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
         for process in processes:
             process.terminate()
             process.join(ENDING_S)
-            # What is left waits for a rank that is gone.
+            # A rank that is still there waits for one that is gone.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
