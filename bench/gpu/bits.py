@@ -4,11 +4,13 @@
     TORCHINDUCTOR_DETERMINISTIC=1 python bench/gpu/bits.py --shape mla --out out/bits-deterministic
 
 Each engine compiles its code in folders of its own. So each may choose other kernels by its own timing, as two ranks
-may that compile at the same time. The script compares the bytes of all blocks with the first engine's, and the first
-engine's answers from its own blocks with those from blocks that it loaded of each other engine.
+may that compile at the same time. The last engine does not compile: it runs the model eagerly (with `--eager`, it is
+the one that compiles), and its bytes are others. The script compares the bytes of all blocks with the first engine's,
+and the first engine's answers from its own blocks with those from blocks that it loaded of each other engine. It counts
+the kernels that PyTorch's compiler chose by time, and those that an engine chose otherwise than the first one.
 
 Controls: each prompt has its own answer; the first engine computes the same twice; answers from its own blocks, loaded,
-are those from kept ones, in GPU memory; all loads found tokens.
+are those from kept ones, in GPU memory; all loads found tokens; blocks of the last engine differ.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ from kvlane.bench import report
 HERE = Path(__file__).resolve().parent
 TOKENS = 16
 # Facts that have to be true for the comparison to count.
-CONTROLS = ("control_distinct", "control_same_again", "control_own_blocks", "control_loaded")
+CONTROLS = (
+    "control_distinct",
+    "control_same_again",
+    "control_own_blocks",
+    "control_loaded",
+    "control_other_bytes",
+)
 
 
 async def measure(engines: list[Engine], address: str, settings: argparse.Namespace) -> dict[str, Any]:
@@ -73,6 +81,7 @@ async def measure(engines: list[Engine], address: str, settings: argparse.Namesp
         "control_same_again": again == fresh,
         "control_own_blocks": from_own == kept,
         "control_loaded": min(loaded + tokens_of_own) > 0 and not any(found + found_again),
+        "control_other_bytes": by_engine[-1]["blocks_that_differ"] > 0,
     }
 
 
@@ -103,6 +112,16 @@ async def ask(engine: Engine, prompts: list[list[int]]) -> tuple[Answers, list[i
     return answers, cached
 
 
+def choices(folder: Path) -> dict[str, dict[str, Any]]:
+    """What PyTorch's compiler chose by time, by a hash of the kernel's source: tile sizes, warps and stages."""
+    read = {file.stem: json.loads(file.read_text()) for file in folder.rglob("*.best_config")}
+    own = ("time_taken_ms", "triton_cache_hash")
+    return {
+        source: {name: value for name, value in chosen.items() if name not in own}
+        for source, chosen in read.items()
+    }
+
+
 def drop(address: str) -> None:
     """Drops all that the daemon holds."""
     told = subprocess.run(
@@ -118,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="mla")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--engines", type=int, default=3, help="of the same mode, besides the last one")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt, about (default %(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=16_000_000_000)
@@ -140,13 +159,22 @@ def main() -> int:
         with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "daemon.log"):
             engines = []
             try:
-                for number in range(1, settings.engines + 1):
+                for number, eager in enumerate([settings.eager] * settings.engines + [not settings.eager], 1):
                     # PyTorch's compiler has a folder of its own, which it shares among all engines of a user.
                     for variable in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
                         os.environ[variable] = str(folder / f"{variable.lower()}-{number}")
-                    engines.append(start(settings)[0])
-                    report.say(f"    engine {number} of {settings.engines} is up")
+                    engines.append(start(argparse.Namespace(**vars(settings) | {"eager": eager}))[0])
+                    report.say(f"    engine {number} of {settings.engines + 1} is up")
                 found = asyncio.run(measure(engines, kvlane_address(folder), settings))
+                chosen, *by_others = [
+                    choices(folder / f"torchinductor_cache_dir-{number}")
+                    for number in range(1, len(engines) + 1)
+                ]
+                found["choices"] = len(chosen)
+                for its, by_other in zip(found["by_engine"], by_others, strict=True):
+                    its["choices_that_differ"] = sum(
+                        by_other[source] != chosen[source] for source in chosen.keys() & by_other.keys()
+                    )
             finally:
                 for engine in engines:
                     engine.shutdown()

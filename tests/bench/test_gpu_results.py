@@ -105,8 +105,8 @@ class Played:
         return {"kvlane": {}}
 
     async def no_bits(self, *_: object) -> dict[str, Any]:
-        names = ("control_distinct", "control_same_again", "control_own_blocks", "control_loaded")
-        return dict.fromkeys(names, True)
+        names = ("distinct", "same_again", "own_blocks", "loaded", "other_bytes")
+        return {"by_engine": [{}]} | {f"control_{name}": True for name in names}
 
     async def no_bursts(self, *_: object) -> dict[str, Any]:
         burst = {"ttft": {"mean": 1.0}, "last_token": {"mean": 1.0}, "itl": {"p99": 1.0}}
