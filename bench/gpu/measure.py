@@ -63,7 +63,6 @@ OPTIONS = {
     "host": "node_rank",
     "meeting_port": "master_port",
     "meeting_s": "distributed_timeout_seconds",
-    "compilation": "compilation_config",
 }
 
 

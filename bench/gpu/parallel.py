@@ -196,6 +196,11 @@ def hosts(settings: argparse.Namespace, ranks: int) -> AbstractContextManager[ar
     return one_gpu.other_ranks(settings, ranks) if settings.one_gpu and ranks > 1 else nullcontext(settings)
 
 
+def sharing(settings: argparse.Namespace, folder: Path) -> AbstractContextManager[None]:
+    """What lets several ranks share one GPU."""
+    return one_gpu.side_by_side(folder) if settings.one_gpu else nullcontext()
+
+
 def compared(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """The engine on several GPUs to the one on one GPU, if that ran."""
     several = found[max(found)]
@@ -250,7 +255,7 @@ def main() -> int:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
     found: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, sharing(settings, Path(scratch)):
         folder, settings.scratch = Path(scratch), scratch
         settings.connector = SYSTEMS["kvlane"].connector(settings.cache_bytes, folder)
         for gpus, its in engines(settings).items():
