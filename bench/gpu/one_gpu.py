@@ -65,16 +65,18 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
         "hosts": ranks,
         "meeting_port": free_port(),
         "meeting_s": MEETING_S,
+        # vLLM's default depends on how a process is started, and ranks that differ wait for each other forever.
+        "most_running": 64,
     }
     first, *others = [argparse.Namespace(**shared, host=host) for host in range(ranks)]
     context = multiprocessing.get_context("spawn")
     processes = []
     try:
         for its in others:
-            os.environ["NCCL_HOSTID"] = f"kvlane-{its.host}"
+            os.environ.update(_of_host(its))
             processes.append(context.Process(target=_serve, args=(its,)))
             processes[-1].start()
-        os.environ["NCCL_HOSTID"] = f"kvlane-{first.host}"
+        os.environ.update(_of_host(first))
         yield first
     finally:
         for process in processes:
@@ -83,6 +85,13 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
             # A rank that is still there waits for one that is gone.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _of_host(settings: argparse.Namespace) -> dict[str, str]:
+    """What hosts have for themselves: a name to NCCL, and folders with compiled code."""
+    folders = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    own = {name: str(Path(settings.scratch) / f"{name.lower()}-{settings.host}") for name in folders}
+    return {"NCCL_HOSTID": f"kvlane-{settings.host}"} | own
 
 
 def _serve(settings: argparse.Namespace) -> None:
