@@ -25,6 +25,7 @@ mod detect;
 mod device;
 pub mod driver;
 mod error;
+mod gated;
 mod import;
 mod kernel;
 mod no_driver;
