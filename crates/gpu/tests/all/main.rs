@@ -1,5 +1,6 @@
 //! Tests of GPUs within one process. They are one program, because each program takes seconds to link.
 
+mod busy;
 mod calibrate;
 mod copies_match_a_byte_model;
 mod events;

@@ -1,6 +1,6 @@
 //! Loads of the same bytes to several GPUs: every GPU gets them all, and each link brings an even share.
 //!
-//! On a machine with two GPUs or more, this measures what sharing gains:
+//! On a machine with two GPUs or more, this measures what sharing gains. One GPU counts as two, and the rates mean nothing:
 //!
 //!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-gpu --test all -- --nocapture of_this_machine
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::support::{Gate, device_memory, pattern, read, stream, tested_driver};
-use kvlane_fake_gpu::{FakeDriver, FakeOptions, driver_named};
+use crate::support::{Gate, device_memory, pattern, read, several_gpus, stream, tested_driver};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Direction, Driver, Gpu, GpuError, HostBuffer,
     Loader, RailOptions, Rails, Staging, Stream, Thresholds, Together,
@@ -375,13 +375,7 @@ fn latent_blocks(blocks: u64) -> Vec<Copy> {
 
 #[test]
 fn gpus_of_this_machine_share_a_load() {
-    let driver = driver_named(Some(&tested_driver())).unwrap();
-    let gpus: Vec<Gpu> = driver
-        .devices()
-        .unwrap()
-        .iter()
-        .map(|device| Gpu::open(Arc::clone(&driver), device.ordinal).unwrap())
-        .collect();
+    let (driver, gpus) = several_gpus();
     let part = latent_blocks(if driver.name() == "cuda" { 256 } else { 2 });
     let bytes: u64 = part.iter().map(|copy| copy.len).sum();
     let pool = HostBuffer::new(&gpus[0], bytes).unwrap();

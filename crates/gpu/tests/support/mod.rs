@@ -2,13 +2,14 @@
 #![allow(dead_code, reason = "every test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
+pub(crate) mod doubled;
 pub(crate) mod role;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
-use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, HostBuffer, Priority, Stream};
+use kvlane_gpu::{Copy, DeviceInfo, DeviceMemory, Driver, Gpu, HostBuffer, Priority, Stream};
 
 pub(crate) fn fake(options: FakeOptions) -> (Arc<FakeDriver>, Gpu, Gpu) {
     let driver = Arc::new(FakeDriver::new(options).unwrap());
@@ -20,6 +21,17 @@ pub(crate) fn fake(options: FakeOptions) -> (Arc<FakeDriver>, Gpu, Gpu) {
 /// The driver that tests of every driver run on: `fake`, or on a machine with a GPU `cuda`.
 pub(crate) fn tested_driver() -> String {
     std::env::var("KVLANE_TEST_DRIVER").unwrap_or_else(|_| "fake".into())
+}
+
+/// All GPUs of the tested driver. One alone counts as two.
+pub(crate) fn several_gpus() -> (Arc<dyn Driver>, Vec<Gpu>) {
+    let mut driver = kvlane_fake_gpu::driver_named(Some(&tested_driver())).unwrap();
+    if driver.devices().unwrap().len() == 1 {
+        driver = Arc::new(doubled::Doubled(driver));
+    }
+    let open = |device: &DeviceInfo| Gpu::open(Arc::clone(&driver), device.ordinal).unwrap();
+    let gpus = driver.devices().unwrap().iter().map(open).collect();
+    (driver, gpus)
 }
 
 /// Two GPUs of the tested driver; the same one where there is no second.
