@@ -25,7 +25,6 @@ mod detect;
 mod device;
 pub mod driver;
 mod error;
-mod gated;
 mod import;
 mod kernel;
 mod no_driver;

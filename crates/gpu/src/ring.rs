@@ -5,17 +5,17 @@
 //!  pull (each target):        wait until filled[s] = n | scatter | drained[target][s] = n | ...
 //! ```
 //! Each wait is enqueued after the work that ends it. So streams cannot wait in a circle, in whatever order they share the
-//! hardware. [`Gated`] says why words are in streams of their own.
+//! hardware.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::copier::CopierOptions;
+use crate::copier::{Copier, CopierOptions};
 use crate::device::{DeviceMemory, Gpu};
 use crate::driver::{EventScope, Priority};
 use crate::error::GpuError;
-use crate::gated::Gated;
 use crate::plan::{Direction, Thresholds};
 use crate::rail_options::RailOptions;
 use crate::split::Chunk;
@@ -26,6 +26,8 @@ use crate::words::Words;
 const TABLE_ENTRIES: usize = 1024;
 /// Most tables of one pull in use at a time. They are made as they are needed.
 const TABLES: usize = 256;
+/// After this many queries of a stream in a row that returned an error, its GPU counts as lost, whatever the errors are.
+const LOST_AFTER_POLLS: u32 = 100;
 /// Most targets of a load. One host has fewer GPUs.
 pub(crate) const READERS_MAX: usize = 16;
 
@@ -50,7 +52,7 @@ enum State {
 struct GpuRing {
     /// By the ordinal of the GPU that reads.
     pulls: HashMap<u32, Pull>,
-    up: Gated,
+    up: Copier,
     words: Words,
     memory: DeviceMemory,
 }
@@ -58,13 +60,18 @@ struct GpuRing {
 /// A target's way to read a ring: a copier with its stream on the target.
 #[derive(Debug)]
 struct Pull {
-    reads: Gated,
+    copier: Copier,
     /// The work that must be done before the target's memory is written.
     start: Event,
     /// The reads that are done.
     joined: Event,
     failed: bool,
+    failures: PollFailures,
 }
+
+/// Queries of a stream that returned an error, since the last one that did not.
+#[derive(Debug, Default)]
+struct PollFailures(u32);
 
 /// The GPU that gets a load's bytes, and the stream there to which the load belongs.
 #[derive(Debug, Clone, Copy)]
@@ -111,6 +118,7 @@ impl Rail {
             state,
             ring,
             pulls: Vec::new(),
+            failures: PollFailures::default(),
             slot_bytes,
             slots,
             chunks: 0,
@@ -142,16 +150,17 @@ impl GpuRing {
         let RailOptions { slot_bytes, slots, .. } = *making.options;
         let memory = rail.gpu.alloc(slot_bytes * slots as u64)?;
         let words = Words::new(&rail.gpu, slots * (1 + READERS_MAX))?;
+        // The work of the GPU's own engine comes first.
+        let stream = Arc::new(Stream::new(&rail.gpu, Priority::Normal)?);
         let options =
             CopierOptions { use_kernel: false, seams: making.seams.to_vec(), ..CopierOptions::default() };
-        // The work of the GPU's own engine comes first.
-        let up = Gated::new(&rail.gpu, Priority::Normal, options)?;
-        Ok(GpuRing { pulls: HashMap::new(), up, words, memory })
+        Ok(GpuRing { pulls: HashMap::new(), up: Copier::new(stream, options)?, words, memory })
     }
 }
 
 impl Pull {
     fn new(target: &Gpu, options: &RailOptions) -> Result<Pull, GpuError> {
+        let stream = Arc::new(Stream::new(target, Priority::High)?);
         let event = || Event::new(target, EventScope::Process);
         let (start, joined) = (event()?, event()?);
         let options = CopierOptions {
@@ -160,7 +169,13 @@ impl Pull {
             tables: TABLES,
             ..CopierOptions::default()
         };
-        Ok(Pull { reads: Gated::new(target, Priority::High, options)?, start, joined, failed: false })
+        Ok(Pull {
+            copier: Copier::new(stream, options)?,
+            start,
+            joined,
+            failed: false,
+            failures: PollFailures::default(),
+        })
     }
 }
 
@@ -172,6 +187,7 @@ pub(crate) struct Lent<'a> {
     ring: Box<GpuRing>,
     /// One for each target.
     pulls: Vec<Pull>,
+    failures: PollFailures,
     slot_bytes: u64,
     slots: usize,
     /// Chunks that have passed through.
@@ -189,9 +205,9 @@ impl Lent<'_> {
             let mut pull = kept.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
             // A slot is short. Short pieces let more groups of threads read it at once.
             let piece_bytes = Thresholds::default().piece_bytes;
-            pull.reads.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
+            pull.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
             pull.start.record(target.stream)?;
-            pull.reads.copier.stream().wait(&pull.start)?;
+            pull.copier.stream().wait(&pull.start)?;
             self.pulls.push(pull);
         }
         Ok(())
@@ -213,7 +229,7 @@ impl Lent<'_> {
     /// Whether [`Lent::pass`] would return without a wait on the host.
     pub(crate) fn has_room(&self, chunks: &[&Chunk]) -> Result<bool, GpuError> {
         for (pull, chunk) in self.pulls.iter().zip(chunks) {
-            if !pull.reads.copier.has_room(&chunk.scatter(0))? {
+            if !pull.copier.has_room(&chunk.scatter(0))? {
                 return Ok(false);
             }
         }
@@ -246,19 +262,20 @@ impl Lent<'_> {
     /// # Safety
     /// As for [`Lent::pass`].
     unsafe fn fill(&mut self, chunk: &Chunk, slot: usize, number: u32, address: u64) -> Result<(), GpuError> {
-        let address_of = |word| self.ring.words.address(word);
-        let filled = address_of(self.filled(slot));
-        let drained: Vec<u64> =
-            (0..self.pulls.len()).map(|reader| address_of(self.drained(reader, slot))).collect();
-        let up = &mut self.ring.up;
-        // SAFETY: the words live as long as the ring, which is kept until its streams are idle. The chunk lies inside the slot,
-        // which only this load uses and which all have read by then; the caller vouches for the host's side.
+        let (filled, words) = (self.filled(slot), &self.ring.words);
+        let stream = Arc::clone(self.ring.up.stream());
+        let before = if number > 1 { self.pulls.len() } else { 0 };
+        for reader in 0..before {
+            let drained = words.address(self.drained(reader, slot));
+            // SAFETY: the words live as long as the ring, which is kept until its streams are idle.
+            unsafe { stream.wait_word(drained, number - 1)? };
+        }
+        let filled = words.address(filled);
+        // SAFETY: the chunk lies inside the slot, which only this load uses and which all have read by then; the caller
+        // vouches for the host's side; the word as above.
         unsafe {
-            if number > 1 {
-                up.wait_words(drained, number - 1)?;
-            }
-            up.copier.enqueue(&chunk.gather(address), Direction::HostToDevice)?;
-            up.write_word(filled, number)
+            self.ring.up.enqueue(&chunk.gather(address), Direction::HostToDevice)?;
+            stream.write_word(filled, number)
         }
     }
 
@@ -275,33 +292,35 @@ impl Lent<'_> {
         let words = &self.ring.words;
         let filled = words.address(self.filled(slot));
         let drained = words.address(self.drained(reader, slot));
-        let reads = &mut self.pulls[reader].reads;
+        let copier = &mut self.pulls[reader].copier;
+        let stream = Arc::clone(copier.stream());
         // SAFETY: the slot is filled by then and not written again before all have said that they have read it; the
         // target reaches it; the caller vouches for the destinations; the words live as long as the ring.
         unsafe {
-            reads.wait_words([filled], number)?;
-            reads.copier.enqueue(&chunk.scatter(address), Direction::Peer)?;
-            reads.write_word(drained, number)
+            stream.wait_word(filled, number)?;
+            copier.enqueue(&chunk.scatter(address), Direction::Peer)?;
+            stream.write_word(drained, number)
         }
     }
 
     /// Orders later work of a target's stream after its reads of this ring.
     pub(crate) fn join(&mut self, reader: usize, stream: &Stream) -> Result<(), GpuError> {
         let pull = &mut self.pulls[reader];
-        let joined = pull.joined.record(pull.reads.copier.stream()).and_then(|()| stream.wait(&pull.joined));
+        let joined = pull.joined.record(pull.copier.stream()).and_then(|()| stream.wait(&pull.joined));
         self.record_pull(reader, joined)
     }
 
     /// Whether no work is in progress. A lost GPU counts as idle.
     pub(crate) fn is_idle(&mut self) -> (bool, Result<(), GpuError>) {
-        let (mut idle, filled) = self.ring.up.poll();
-        let mut outcome = self.record(filled);
+        let mut idle = true;
+        let mut outcome = Ok(());
+        let filled = self.failures.poll(self.ring.up.stream(), &mut idle);
+        outcome = outcome.and(self.record(filled));
         for reader in 0..self.pulls.len() {
-            let reads = &mut self.pulls[reader].reads;
-            let (over, drained) = reads.poll();
-            idle &= over;
+            let pull = &mut self.pulls[reader];
+            let drained = pull.failures.poll(pull.copier.stream(), &mut idle);
             // The lost GPU may still read the ring and write its words, so the ring is dropped with it.
-            let lost = reads.is_lost();
+            let lost = pull.failures.mean_loss();
             let drained = self.record_pull(reader, drained);
             outcome = outcome.and(if lost { self.record(drained) } else { drained });
         }
@@ -335,9 +354,24 @@ impl Lent<'_> {
             return;
         }
         for pull in self.pulls.drain(..).filter(|pull| !pull.failed) {
-            let target = pull.reads.copier.stream().gpu().info().ordinal;
+            let target = pull.copier.stream().gpu().info().ordinal;
             self.ring.pulls.insert(target, pull);
         }
         *self.state = State::Ready(self.ring);
+    }
+}
+
+impl PollFailures {
+    /// Queries a stream: returns its error, and clears `idle` while the stream is busy.
+    fn poll(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
+        let polled = stream.is_idle();
+        self.0 = if polled.is_err() { self.0 + 1 } else { 0 };
+        let lost = self.mean_loss();
+        *idle &= polled.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
+        polled.map(drop)
+    }
+
+    fn mean_loss(&self) -> bool {
+        self.0 >= LOST_AFTER_POLLS
     }
 }

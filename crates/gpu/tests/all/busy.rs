@@ -1,4 +1,4 @@
-//! Shared loads, layer by layer, while the GPUs compute. Two ranks on an H200 once got wrong bytes in one of twenty blocks.
+//! Shared loads while the GPUs compute. Two ranks of an engine on an H200 once got wrong bytes in one of twenty blocks.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;
@@ -10,8 +10,9 @@ use kvlane_gpu::{
     Rails, Stream, Thresholds, Together,
 };
 
-/// A latent cache, in two slices of a block, one from each rank.
+/// A latent cache, in two slices of a block, one from each rank. A load has two parts.
 const LAYERS: u64 = 24;
+const PARTS: [std::ops::Range<u64>; 2] = [0..15, 15..LAYERS];
 const SLICES: u64 = 2;
 const LEN: u64 = 16 * 576 * 2;
 const SLICE: u64 = LAYERS / SLICES * LEN;
@@ -25,14 +26,33 @@ fn shuffled(count: u64, seed: u64) -> Vec<u64> {
     numbers
 }
 
-/// The copies of a layer to a GPU whose blocks lie at these places.
-fn copies(layer: u64, pool: u64, slices: &[u64], memory: u64, places: &[u64]) -> Vec<Copy> {
-    let copy = |(block, place): (usize, &u64)| {
+/// Where the slices of all blocks lie in the pool: each rank has saved its own at once, or at different times.
+fn slices(blocks: u64, room: u64, load: u64) -> Vec<u64> {
+    if load % 2 == 1 {
+        return shuffled(room * SLICES, load);
+    }
+    let base = load * 37 % (room - blocks);
+    (0..blocks * SLICES).map(|index| index % SLICES * room + base + index / SLICES).collect()
+}
+
+/// The copies of a part to a GPU whose blocks lie at these places.
+fn copies(part: usize, pool: u64, slices: &[u64], memory: u64, places: &[u64]) -> Vec<Copy> {
+    let copy = |layer: u64, block: usize| {
         let slice = slices[block * SLICES as usize + (layer * LEN / SLICE) as usize];
         let src = pool + slice * SLICE + layer * LEN % SLICE;
-        Copy { dst: memory + (layer * places.len() as u64 + place) * LEN, src, len: LEN }
+        Copy { dst: memory + (layer * places.len() as u64 + places[block]) * LEN, src, len: LEN }
     };
-    places.iter().enumerate().map(copy).collect()
+    let per_slice = LAYERS / SLICES;
+    let slices_of_part = (0..SLICES).map(|slice| slice * per_slice..(slice + 1) * per_slice);
+    let ranges =
+        slices_of_part.map(|slice| PARTS[part].start.max(slice.start)..PARTS[part].end.min(slice.end));
+    // Slice by slice, block by block, as a daemon plans it.
+    ranges
+        .flat_map(|layers| {
+            (0..places.len()).flat_map(move |block| layers.clone().map(move |layer| (layer, block)))
+        })
+        .map(|(layer, block)| copy(layer, block))
+        .collect()
 }
 
 /// Keeps every multiprocessor of a GPU at work, as an engine does.
@@ -96,11 +116,11 @@ fn shared_loads_bring_right_bytes_while_the_gpus_compute() {
                 .iter()
                 .zip(&memories)
                 .for_each(|(stream, memory)| write(stream, memory.address(), &poison));
-            let slices = shuffled(room * SLICES, load);
+            let slices = slices(blocks, room, load);
             let places: Vec<Vec<u64>> =
                 (0..).zip(&gpus).map(|(gpu, _)| shuffled(blocks, load + 100 * gpu)).collect();
-            let to = |gpu: usize, layer| {
-                copies(layer, pool.address(), &slices, memories[gpu].address(), &places[gpu])
+            let to = |gpu: usize, part| {
+                copies(part, pool.address(), &slices, memories[gpu].address(), &places[gpu])
             };
             let pulls = Thresholds::idle(Direction::Peer);
             let Some(mut together) = Together::begin(&loaders, &queues, bytes, &pulls) else {
@@ -108,8 +128,8 @@ fn shared_loads_bring_right_bytes_while_the_gpus_compute() {
                 println!("the GPUs of this machine cannot share loads");
                 break;
             };
-            for layer in 0..LAYERS {
-                let lists: Vec<Vec<Copy>> = (0..gpus.len()).map(|gpu| to(gpu, layer)).collect();
+            for part in 0..PARTS.len() {
+                let lists: Vec<Vec<Copy>> = (0..gpus.len()).map(|gpu| to(gpu, part)).collect();
                 // SAFETY: all memory is this test's, and is not used before the streams are waited for.
                 unsafe { together.enqueue(&queues, &lists).unwrap() };
             }
@@ -117,7 +137,7 @@ fn shared_loads_bring_right_bytes_while_the_gpus_compute() {
             streams.iter().for_each(|stream| stream.synchronize().unwrap());
             for (gpu, memory) in memories.iter().enumerate() {
                 let arrived = read(&streams[gpu], memory.address(), bytes as usize);
-                for Copy { dst, src, len } in (0..LAYERS).flat_map(|layer| to(gpu, layer)) {
+                for Copy { dst, src, len } in (0..PARTS.len()).flat_map(|part| to(gpu, part)) {
                     let there = &arrived[(dst - memory.address()) as usize..][..len as usize];
                     wrong +=
                         usize::from(there != &content[(src - pool.address()) as usize..][..len as usize]);
