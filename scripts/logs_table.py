@@ -28,7 +28,6 @@ PARTS = {
     "The daemon: `kvlane serve`": (
         "crates/cli/src/serve",
         "crates/cluster",
-        "crates/engine-memory/src/gpu_daemon.rs",
         "crates/engine-memory/src/gpu_pool.rs",
         "crates/server",
         "crates/ssd",

@@ -7,7 +7,7 @@ Each engine compiles its code in folders of its own. So each may choose other ke
 may that compile at the same time. The last engine does not compile: it runs the model eagerly (with `--eager`, it is
 the one that compiles), and its bytes are others. The script compares the bytes of all blocks with the first engine's,
 and the first engine's answers from its own blocks with those from blocks that it loaded of each other engine. It counts
-the kernels that PyTorch's compiler chose by time, and those that an engine chose otherwise than the first one.
+the kernels that PyTorch's compiler chose by time, and those for which an engine's choice is not the first one's.
 
 Controls: each prompt has its own answer; the first engine computes the same twice; answers from its own blocks, loaded,
 are those from kept ones, in GPU memory; all loads found tokens; blocks of the last engine differ.
@@ -122,6 +122,19 @@ def choices(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def count_choices(found: dict[str, Any], folder: Path) -> None:
+    """Adds how many choices the first engine's compiler made, and how many are others in each other engine."""
+    first, *others = [
+        choices(folder / f"torchinductor_cache_dir-{number + 1}")
+        for number in range(len(found["by_engine"]) + 1)
+    ]
+    found["choices"] = len(first)
+    for its, other in zip(found["by_engine"], others, strict=True):
+        its["choices_that_differ"] = sum(
+            other[source] != first[source] for source in first.keys() & other.keys()
+        )
+
+
 def drop(address: str) -> None:
     """Drops all that the daemon holds."""
     told = subprocess.run(
@@ -166,15 +179,7 @@ def main() -> int:
                     engines.append(start(argparse.Namespace(**vars(settings) | {"eager": eager}))[0])
                     report.say(f"    engine {number} of {settings.engines + 1} is up")
                 found = asyncio.run(measure(engines, kvlane_address(folder), settings))
-                chosen, *by_others = [
-                    choices(folder / f"torchinductor_cache_dir-{number}")
-                    for number in range(1, len(engines) + 1)
-                ]
-                found["choices"] = len(chosen)
-                for its, by_other in zip(found["by_engine"], by_others, strict=True):
-                    its["choices_that_differ"] = sum(
-                        by_other[source] != chosen[source] for source in chosen.keys() & by_other.keys()
-                    )
+                count_choices(found, folder)
             finally:
                 for engine in engines:
                     engine.shutdown()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import measure
 
+from kvlane.bench import report
 from kvlane.bench.processes import free_port
 
 # Ranks that never meet fail after this time.
@@ -50,8 +51,10 @@ def side_by_side(folder: Path) -> Iterator[None]:
         yield
     finally:
         # Its server ends once no process uses the GPU through it, or after these seconds.
-        with suppress(subprocess.TimeoutExpired):
+        try:
             subprocess.run([control], input=b"quit -t 5\n", timeout=ENDING_S, check=False)
+        except subprocess.TimeoutExpired:
+            report.say("    CUDA's MPS has not ended")
 
 
 @contextmanager
@@ -88,7 +91,7 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
 
 
 def _of_host(settings: argparse.Namespace) -> dict[str, str]:
-    """What hosts have for themselves: a name to NCCL, and folders with compiled code."""
+    """Each host has a name of its own for NCCL, and its own folders for compiled code."""
     folders = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     own = {name: str(Path(settings.scratch) / f"{name.lower()}-{settings.host}") for name in folders}
     return {"NCCL_HOSTID": f"kvlane-{settings.host}"} | own

@@ -13,7 +13,7 @@
 | warm_other | data parallel: rank 1 loads what rank 0 computed; rank 0 does all that stands above |
 
 The script counts the pool's bytes and those that each GPU's link brings. With latent attention (`--shape mla`) every
-rank computes the same bytes: the pool should hold them once, and each link should bring its share. Loaded blocks are
+rank computes the same bytes: the pool should hold them once, and each link should bring all of them. Loaded blocks are
 compared with the computed ones, and those of ranks with each other. With `--context-parallel` the ranks share the
 tokens of each block. `one_gpu.py` says how `--one-gpu` works.
 

@@ -162,8 +162,6 @@ def daemons(mode: Mode, folders: list[Path], settings: argparse.Namespace) -> It
     try:
         for index, size in enumerate(mode.pools):
             command = ["kvlane", "serve", "--pool-size", str(size), "--http", watched[index]]
-            # Ranks that hold the same bytes each load a part over their own link.
-            command += ["--rails", "auto"] if settings.tensor_parallel > 1 else []
             for engine in mode.engines[index :: len(mode.pools)]:
                 command += ["--listen", kvlane_address(folders[engine])]
             with log.open("ab") as out:

@@ -293,13 +293,6 @@ impl GpuMemory {
             streams.iter().for_each(|stream| drop(stream.synchronize()));
             return None;
         };
-        // Log: ranks of an engine share their loads, which brought wrong bytes on GPUs; the cause is not known yet. Do: start
-        // the daemon without `--rails`, and look into bench/gpu/results/LABBOOK.md.
-        tracing::warn!(
-            once = true,
-            ranks = members.len(),
-            "ranks share loads, which is not safe yet: leave out --rails"
-        );
         let way = Way::In { pulls };
         let mut enqueue = || -> Result<(), GpuError> {
             for index in 0..first.parts.len() {
