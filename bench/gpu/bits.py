@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from operator import ne
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,10 @@ async def ask(engine: Engine, prompts: list[list[int]]) -> tuple[Answers, list[i
     return answers, cached
 
 
-def choices(folder: Path) -> dict[str, dict[str, Any]]:
+def choices(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """What PyTorch's compiler chose by time, by a hash of the kernel's source: tile sizes, warps and stages."""
-    read = {file.stem: json.loads(file.read_text()) for file in folder.rglob("*.best_config")}
+    files = [file for folder in folders for file in folder.rglob("*.best_config")]
+    read = {file.stem: json.loads(file.read_text()) for file in files}
     own = ("time_taken_ms", "triton_cache_hash")
     return {
         source: {name: value for name, value in chosen.items() if name not in own}
@@ -124,9 +126,9 @@ def choices(folder: Path) -> dict[str, dict[str, Any]]:
 
 def count_choices(found: dict[str, Any], folder: Path) -> None:
     """Adds how many choices the first engine's compiler made, and how many are others in each other engine."""
+    # vLLM moves PyTorch's folder into its own where it compiles ahead of time, as with torch 2.10 and newer.
     first, *others = [
-        choices(folder / f"torchinductor_cache_dir-{number + 1}")
-        for number in range(len(found["by_engine"]) + 1)
+        choices(folder.glob(f"*-{number + 1}")) for number in range(len(found["by_engine"]) + 1)
     ]
     found["choices"] = len(first)
     for its, other in zip(found["by_engine"], others, strict=True):

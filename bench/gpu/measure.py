@@ -48,9 +48,13 @@ CONTROLS = (
     "control_decodes_last",
 )
 
+# By this setting ranks with latent attention compute the same bytes: see `ranks.py`.
+RANKS_ALIKE = {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
+
 # Settings that only some scripts have, and vLLM's names of them.
 OPTIONS = {
     "async_scheduling": "async_scheduling",
+    "compilation": "compilation_config",
     "most_running": "max_num_seqs",
     "block_size": "block_size",
     "context_parallel": "decode_context_parallel_size",

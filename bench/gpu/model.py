@@ -316,6 +316,23 @@ def block_hashes(worker: Any, byte: int) -> list[tuple[int, ...]]:
     return list(zip(*(total[written].tolist() for total in hashes), strict=True))
 
 
+def save_blocks(worker: Any, byte: int, folder: str) -> list[str]:
+    """Writes the blocks of the first KV cache group that are not poison in its first layer: for each layer a file with
+    an array of 16-bit elements. Returns the files in the order of the layers."""
+    import numpy
+    import torch
+
+    files: list[str] = []
+    written: Any = None
+    for layer, rows in enumerate(_by_block(worker)[0]):
+        flat = rows.reshape(rows.shape[0], -1)
+        if written is None:
+            written = (flat != byte).any(dim=1)
+        files.append(f"{folder}/{worker.rank}-{layer}.npy")
+        numpy.save(files[-1], flat[written].contiguous().view(torch.int16).cpu().numpy())
+    return files
+
+
 def blocks_that_differ(found: list[tuple[int, ...]], computed: list[tuple[int, ...]]) -> int:
     """How many blocks of `found` have no group's bytes that a block of `computed` has. Both are of `block_hashes`."""
     of_group = [set(hashes) for hashes in zip(*computed, strict=True)]

@@ -62,7 +62,8 @@ def other_ranks(settings: argparse.Namespace, ranks: int) -> Iterator[argparse.N
     """Starts all ranks but the first. Yields the settings with which `measure.start` starts that one and the engine."""
     os.environ.update(ENVIRONMENT)
     # vLLM draws the engine's name on each host, and kvlane needs the same one on all.
-    connector = json.dumps(json.loads(settings.connector) | {"engine_id": f"kvlane-{os.getpid()}"})
+    engine_id = {"engine_id": f"kvlane-{os.getpid()}"}
+    connector = settings.connector and json.dumps(json.loads(settings.connector) | engine_id)
     shared = vars(settings) | {
         "connector": connector,
         "hosts": ranks,

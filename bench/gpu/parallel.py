@@ -13,9 +13,10 @@
 | warm_other | data parallel: rank 1 loads what rank 0 computed; rank 0 does all that stands above |
 
 The script counts the pool's bytes and those that each GPU's link brings. With latent attention (`--shape mla`) every
-rank computes the same bytes: the pool should hold them once, and each link should bring all of them. Loaded blocks are
-compared with the computed ones, and those of ranks with each other. With `--context-parallel` the ranks share the
-tokens of each block. `one_gpu.py` says how `--one-gpu` works.
+rank computes the whole cache: the pool should hold it once, and each link should bring its share. Loaded blocks are
+compared with the computed ones, and those of ranks with each other. With CUDA graphs ranks compute the same bytes, and
+answers from loaded blocks are those from kept ones, only with `--ranks-alike` (`ranks.py` says why). With
+`--context-parallel` the ranks share the tokens of each block. `one_gpu.py` says how `--one-gpu` works.
 
 Controls: each prompt has its own answer, the same twice, one changed block changes the answer, vLLM loads tokens of
 every prompt, and answers with loaded and kept blocks are equal. `warm_other` has controls of its own. vLLM 0.26 resets
@@ -43,7 +44,16 @@ from typing import Any
 
 import model
 import one_gpu
-from measure import Engine, compared_tokens, differ_at, differ_at_most, loaded_bytes, start, summary
+from measure import (
+    RANKS_ALIKE,
+    Engine,
+    compared_tokens,
+    differ_at,
+    differ_at_most,
+    loaded_bytes,
+    start,
+    summary,
+)
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
 
@@ -235,6 +245,9 @@ def main() -> int:
         action="store_true",
         help="all ranks on one GPU: bytes and answers are as on several, times count for nothing",
     )
+    parser.add_argument(
+        "--ranks-alike", action="store_true", help="PyTorch's compiler writes the same code for all ranks"
+    )
     parser.add_argument("--only-several", action="store_true", help="leave out the engine on one GPU")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prompts", type=int, default=6)
@@ -250,6 +263,7 @@ def main() -> int:
         parser.error("say how several GPUs share the work: --tensor-parallel 2, for example")
     result = head("gpu parallel", settings)
     settings.new_tokens = 0
+    settings.compilation = RANKS_ALIKE if settings.ranks_alike else None
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -268,7 +282,7 @@ def main() -> int:
                     engine.shutdown()
             report.say(f"    {gpus} GPUs: {found[gpus]}")
     result |= {
-        "settings": public(settings, ["connector"]),
+        "settings": public(settings, ["connector", "compilation"]),
         "machine": report.machine_facts(),
         "found": {str(gpus): parts for gpus, parts in found.items()},
     }

@@ -23,6 +23,8 @@ Every mode gets the same draws of the same prompts. Request i goes to engine i m
 prefix cache holds about three prompts, so the pools decide. The engines stay up; each mode of each round starts fresh
 daemons at the engines' addresses. vLLM's OffloadingConnector keeps its blocks between rounds.
 
+With CUDA graphs ranks compute the same bytes only with `--ranks-alike` (`ranks.py` says why).
+
 Controls: each prompt has an answer of its own; the answer with loaded blocks is the one with blocks kept in GPU memory,
 and vLLM says that these blocks were not computed; engines find each other's blocks if, and only if, they share a pool.
 """
@@ -49,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from measure import CHUNK, Engine, compared_tokens, differ_at, start, summary
+from measure import CHUNK, RANKS_ALIKE, Engine, compared_tokens, differ_at, start, summary
 from pictures import NAMES, NOTHING, VERSIONS, gpus
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address
@@ -162,6 +164,8 @@ def daemons(mode: Mode, folders: list[Path], settings: argparse.Namespace) -> It
     try:
         for index, size in enumerate(mode.pools):
             command = ["kvlane", "serve", "--pool-size", str(size), "--http", watched[index]]
+            # Ranks that hold the same bytes each load a part over their own link.
+            command += ["--rails", "auto"] if settings.tensor_parallel > 1 else []
             for engine in mode.engines[index :: len(mode.pools)]:
                 command += ["--listen", kvlane_address(folders[engine])]
             with log.open("ab") as out:
@@ -407,6 +411,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=2, help="without --tensor-parallel")
     parser.add_argument("--gpus", type=int, help="for the engines, which share them in turn (default: all)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of one engine; --shape mla")
+    parser.add_argument(
+        "--ranks-alike", action="store_true", help="PyTorch's compiler writes the same code for all ranks"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument("--prompts", type=int, default=48, help="distinct ones (default %(default)s)")
@@ -434,6 +441,7 @@ def arguments() -> argparse.Namespace:
     settings.pool_bytes = settings.pool_bytes or int(POOL_SHARE * settings.prompts * a_prompt)
     settings.kv_cache_bytes = settings.kv_cache_bytes or int(OWN_CACHE_PROMPTS * a_prompt)
     settings.new_tokens = max(settings.answer_tokens, ANSWER)
+    settings.compilation = RANKS_ALIKE if settings.ranks_alike else None
     return settings
 
 
@@ -458,7 +466,7 @@ def main() -> int:
         pairs = zip(systems.values(), folders, strict=True)
         connectors = [SYSTEMS[system].connector(settings.pool_bytes, folder) for system, folder in pairs]
         result |= {
-            "settings": public(settings),
+            "settings": public(settings, ["compilation"]),
             "modes": {name: mode.title for name, mode in modes.items()},
         }
 

@@ -31,6 +31,7 @@ SCRIPTS = {
     "moe_serve": ("moe-serve.json", TINY),
     "nixl_connector": ("nixl.json", TINY),
     "parallel": ("parallel.json", [*TINY, "--tensor-parallel", "2"]),
+    "ranks": ("ranks.json", TINY),
     "rates": ("rates.json", TINY),
     "restart": ("restart.json", [*TINY, "--modes", "eager"]),
     "shared_pool": ("shared-pool.json", TINY),
@@ -63,6 +64,7 @@ class Played:
             "daemon": lambda *_: contextlib.nullcontext(),
             "measure": self.measure,
             "loads": self.measure,
+            "all_engines": lambda *_: [],
             "table": lambda *_: "",
             "controls_hold": lambda *_: True,
             "differences": lambda _: {
