@@ -22,8 +22,8 @@ pub struct Gpus {
     rails: Arc<Rails>,
     /// The name of the GPU that was measured, and the result, which holds for GPUs of the same name.
     calibrated: (String, Calibration),
-    /// How long loads of ranks that hold the same blocks wait for each other ([`crate::Meetings`]). None: not at all.
-    pub meet_within: Option<Duration>,
+    /// How long loads of ranks that hold the same blocks wait for each other ([`crate::Meetings`]).
+    pub meet_within: Duration,
     pool: Arc<PinnedPool>,
 }
 

@@ -69,10 +69,10 @@ pub struct RailOptions {
     pub slots: usize,
     /// Smaller loads use no rails.
     pub least_bytes: u64,
-    /// How long a rank's load waits for the loads of other ranks that hold the same blocks, to share the links with them. None:
-    /// each rank loads by itself. That is the default, because shared loads brought wrong bytes on an H200 and the cause is not
-    /// known (bench/gpu/results/LABBOOK.md). The ranks of an engine start a step within a fraction of a millisecond.
-    pub meet_within: Option<Duration>,
+    /// How long a rank's load waits for the loads of other ranks that hold the same blocks, to share the links with them. The
+    /// ranks of an engine start a step within a fraction of a millisecond. A load that is large enough to share takes longer
+    /// than the wait for a missing rank.
+    pub meet_within: Duration,
     /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so fewer blocks would only
     /// keep the engine's kernels waiting for longer. Between H200s 16 read 369 GB/s in pieces of 64 KiB, 0.93 of a contiguous
     /// copy, and more read no more; copy engines read 104. An earlier kernel needed 48, with which rails were measured.
@@ -105,7 +105,7 @@ impl Default for RailOptions {
             slot_bytes: 8 << 20,
             slots: 8,
             least_bytes: 32 << 20,
-            meet_within: None,
+            meet_within: Duration::from_millis(5),
             blocks: 48,
             staging: true,
             stage_below: 32 << 10,

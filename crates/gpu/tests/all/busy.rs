@@ -1,4 +1,4 @@
-//! Shared loads while the GPUs compute. Two ranks of an engine on an H200 once got wrong bytes in one of twenty blocks.
+//! Shared loads while the GPUs compute.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

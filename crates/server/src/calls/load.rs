@@ -121,10 +121,9 @@ fn carry_out(
     seat: Option<Seat>,
 ) -> Result<(), GpuCopyError> {
     member.memory.wait_until_wanted(member.epoch, event)?;
-    let within = shared.gpus.as_ref().and_then(|gpus| gpus.meet_within);
-    if let (Some(seat), Some(within)) = (seat.filter(|seat| seat.ranks > 1), within) {
+    if let (Some(seat), Some(gpus)) = (seat.filter(|seat| seat.ranks > 1), &shared.gpus) {
         let conduct = GpuMemory::copy_in_together;
-        if let Some(loaded) = shared.meetings.meet(seat, member, within, conduct) {
+        if let Some(loaded) = shared.meetings.meet(seat, member, gpus.meet_within, conduct) {
             return loaded;
         }
     }

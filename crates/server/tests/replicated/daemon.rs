@@ -21,7 +21,7 @@ use crate::{
 const DAEMON: &str = "KVLANE_TEST_REPLICATED_DAEMON_AT";
 /// How slow its GPUs are, in microseconds for each MiB.
 const SLOW: &str = "KVLANE_TEST_REPLICATED_DAEMON_SLOW";
-/// How long loads wait for each other, in milliseconds: then small loads share links too. 0: as usual, which is not at all.
+/// How long loads wait for each other, in milliseconds: then small loads share links too.
 const MEET: &str = "KVLANE_TEST_REPLICATED_DAEMON_MEET";
 /// The error in which its third wait of one GPU for another ends: so one in the middle of a shared load.
 const FAIL: &str = "KVLANE_TEST_REPLICATED_DAEMON_FAIL";
@@ -44,10 +44,7 @@ fn daemon_process() {
         slot_bytes: 64 << 10,
         slots: 3,
         least_bytes: 0,
-        meet_within: match meet {
-            0 => RailOptions::default().meet_within,
-            meet => Some(Duration::from_millis(meet)),
-        },
+        meet_within: Duration::from_millis(meet),
         ..RailOptions::default()
     });
     let options = ServeOptions {
@@ -74,12 +71,7 @@ impl GpuDaemon {
         Self::start_with(address, microseconds, &[(MEET, within.as_millis() as u64)])
     }
 
-    /// In which loads of any size use rings, and meet as in `kvlane serve`.
-    pub fn start_usual(address: &Address) -> Self {
-        Self::start_with(address, 0, &[(MEET, 0)])
-    }
-
-    /// As [`Self::start_sharing`], with all the time for a meeting; its first shared load fails with this error.
+    /// As the one before, with all the time for a meeting; its first shared load fails with this error.
     pub fn start_failing(address: &Address, code: u32) -> Self {
         Self::start_with(address, 0, &[(MEET, PATIENCE.as_millis() as u64), (FAIL, code.into())])
     }

@@ -60,21 +60,6 @@ fn each_link_brings_a_quarter_and_every_rank_has_all_bytes() {
     assert_shared(&daemon.stop(), 4);
 }
 
-/// Shared loads brought wrong bytes on an H200.
-#[test]
-fn ranks_of_a_usual_daemon_load_alone_whatever_the_rails() {
-    let folder = tempfile::tempdir().unwrap();
-    let (address, driver) = (address(&folder), driver());
-    let daemon = GpuDaemon::start_usual(&address);
-    let (mut engine, hit) = saved(&address, &driver, 4);
-    engine.start_load(&hit, 6..10, false);
-    assert_ended(&engine.finished(), JobKind::Load, 4);
-    engine.check(6..10);
-    drop(engine);
-    let each: Vec<u64> = daemon.stop().into_values().collect();
-    assert_eq!(each, [4 * BLOCK_BYTES as u64; RANKS as usize]);
-}
-
 #[test]
 fn a_rank_whose_siblings_do_not_come_loads_alone_and_so_does_one_that_is_late() {
     let folder = tempfile::tempdir().unwrap();
