@@ -197,7 +197,7 @@ def main() -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     found = all_engines(settings)
     result |= {
-        "settings": public(settings, ["way"]),
+        "settings": public(settings, ["way", "result"]),
         "machine": report.machine_facts(),
         "found": found,
     }
