@@ -42,7 +42,7 @@ from typing import Any
 import model
 import pictures
 from compare import ENVIRONMENT, HERE, MODES
-from measure import POISON, Engine, summary
+from measure import POISON, Engine, compared_tokens, summary
 from provenance import add_arguments, head, public
 from systems import START_PATIENCE_S, SYSTEMS, kvlane_address
 
@@ -272,7 +272,8 @@ def measure(
         of.call("forget")
         daemon.settle()
 
-    prompts = [draw(settings.tokens) for _ in range(settings.prompts)]
+    # Of a prompt of whole blocks an engine may compute one token after a hit in GPU memory, and a block beside a load.
+    prompts = [draw(compared_tokens(settings.tokens)) for _ in range(settings.prompts)]
     try:
         first = engine()
         _, hits = ask("cold", first, prompts)
@@ -374,7 +375,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="eager, CUDA graphs")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument("--prompts", type=int, default=8, help="default %(default)s")
-    parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt, about (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="warm rounds (default %(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of the daemon's pool")
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
