@@ -69,10 +69,16 @@ def committed() -> Iterator[Redrawn]:
         ("2026-11-22-h200-graphs", "graphs"),
         ("2026-11-30-h200-one-after-the-other-busy", "graphs"),
         ("2026-11-30-h200-one-after-the-other-kvlane-last", "graphs"),
+        ("2026-12-01-h200-one-after-the-other-eager", "eager"),
     ):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
-    for name in ("2026-11-29-h200-busy", "2026-11-29-h200-busy-again", "2026-11-30-h200-busy"):
+    for name in (
+        "2026-11-29-h200-busy",
+        "2026-11-29-h200-busy-again",
+        "2026-11-30-h200-busy",
+        "2026-12-01-h200-busy",
+    ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
     for name in (
@@ -81,6 +87,7 @@ def committed() -> Iterator[Redrawn]:
         "2026-11-30-h200-windows-restart",
         "2026-11-30-h200-states-restart",
         "2026-11-30-h200-mla-restart",
+        "2026-12-01-h200-restart",
     ):
         result = gpu / f"{name}.json"
         yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
